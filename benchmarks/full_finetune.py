@@ -53,12 +53,16 @@ class StepInBackward:
 
     def __init__(self, model: nn.Module, make: Callable[[list[Parameter]], Any]) -> None:
         self._optimizers = {p: make([p]) for p in model.parameters()}
-        for param in self._optimizers:
-            param.register_post_accumulate_grad_hook(self._step)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._step) for p in self._optimizers]
 
     def _step(self, param: Parameter) -> None:
         self._optimizers[param].step()
         param.grad = None
+
+    def remove(self) -> None:
+        """Take the hooks away, which would keep the model in memory."""
+        for hook in self._hooks:
+            hook.remove()
 
     def step(self) -> None:
         """Nothing is left to do."""
@@ -71,6 +75,16 @@ class StepInBackward:
         return {p: optimizer.state[p] for p, optimizer in self._optimizers.items()}
 
 
+Made = tuple[Any, Any]  # an optimizer, and what has ``remove()`` for its hooks
+Release = Callable[[nn.Module, Callable[[list[Parameter]], Any]], Made]
+
+
+def step_in_backward(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> Made:
+    """One optimizer per parameter."""
+    optimizer = StepInBackward(model, make)
+    return optimizer, optimizer
+
+
 class Contestant(NamedTuple):
     """An optimizer of a model whose linear weights are in ``format``, BF16 if None.
 
@@ -80,22 +94,21 @@ class Contestant(NamedTuple):
     name: str
     make: Callable[[list[Parameter]], Any]
     format: str | Recipe | None = None
-    release: Callable[[nn.Module, Callable[[list[Parameter]], Any]], Any] = StepInBackward
+    release: Release = step_in_backward
 
 
-def released_by_fp4adam(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> FP4Adam:
+def released_by_fp4adam(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> Made:
     """FP4Adam with its own gradient release."""
     optimizer = make(list(model.parameters()))
-    optimizer.enable_gradient_release()
-    return optimizer
+    return optimizer, optimizer.enable_gradient_release()
 
 
-def released_by_flashoptim(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> Any:
+def released_by_flashoptim(model: nn.Module, make: Callable[[list[Parameter]], Any]) -> Made:
     """flashoptim's optimizer with its own gradient release, whose step() only warns."""
     optimizer = make(list(model.parameters()))
-    importlib.import_module("flashoptim").enable_gradient_release(model, optimizer)
+    release = importlib.import_module("flashoptim").enable_gradient_release(model, optimizer)
     warnings.filterwarnings("ignore", ".*no-op while enable_gradient_release")
-    return optimizer
+    return optimizer, release
 
 
 def ours(**options: Any) -> Callable[[list[Parameter]], Any]:
@@ -196,9 +209,9 @@ def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, ro
     row["quantized"] = sum(p.numel() for p in params if hasattr(p, "quantizer"))
     row["weight_B"] = sum(map(stored_bytes, params)) / count
     if releases:
-        optimizer = contestant.release(model, contestant.make)
+        optimizer, release = contestant.release(model, contestant.make)
     else:
-        optimizer = contestant.make(params)
+        optimizer, release = contestant.make(params), None
     tokens = torch.randint(
         args.sizes[-1], (args.batch, args.context), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
@@ -209,10 +222,14 @@ def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, ro
         optimizer.step()
         optimizer.zero_grad()
 
-    row |= measure_steps(clock, step, args.repeats, before)
-    state = optimizer.state
-    row["state_B"] = sum(stored_bytes(state[p]) for p in params) / count
-    row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
+    try:
+        row |= measure_steps(clock, step, args.repeats, before)
+        state = optimizer.state
+        row["state_B"] = sum(stored_bytes(state[p]) for p in params) / count
+        row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
+    finally:
+        if release is not None:
+            release.remove()
 
 
 def parse_args() -> argparse.Namespace:

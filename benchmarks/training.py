@@ -28,7 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from training_report import COLUMNS, title
 
 from fp4adam import FP4Adam, FusedAdam, Recipe
-from fp4adam.nn import hardware
+from fp4adam.nn import scaled_matmul
 
 Row = dict[str, Any]
 
@@ -128,7 +128,7 @@ def check_runs(contestant: Contestant, args: argparse.Namespace) -> None:
     if args.compile and contestant.keeps_weights:
         raise RuntimeError("compiled graphs keep no weights")
     if isinstance(contestant.recipe, Recipe):
-        hardware.runs_natively(contestant.recipe.quantizer, torch.device(args.device))
+        scaled_matmul.runs_natively(contestant.recipe.quantizer, torch.device(args.device))
 
 
 def prepare(model: torch.nn.Module, args: argparse.Namespace) -> None:

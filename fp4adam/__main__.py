@@ -12,16 +12,15 @@ import torch
 
 import fp4adam
 from fp4adam import plan
-from fp4adam.nn.hardware import REQUIREMENTS
-from fp4adam.nn.recipe import RECIPES
-from fp4adam.nn.summary import format_name
+from fp4adam.nn.operand import FORMATS as OPERANDS
+from fp4adam.nn.recipe import RECIPES, format_name
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Quantizer
 
 FORMATS = {format_name(quantizer): type(quantizer) for quantizer in RECIPES.values()}
 PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
 WHY = {
-    "native": "Triton kernels, and torch.nn.functional.scaled_mm for quantized matmuls",
+    "native": "Triton kernels, and torch's scaled_mm for quantized matmuls",
     "emulated": "plain torch operators, as on all devices without kernels; steps and codes have "
     "their bits, sums of matmuls another order",
     "refused": "an error says why",
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--plan",
-        type=plan.parse_count,
+        type=_count,
         nargs="?",
         const=None,
         default=math.nan,
@@ -63,19 +62,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="say instead which cards take full fine-tuning of a model of this size, such as 8e9; "
         "without a size, how large a model each card takes",
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=plan.TOKENS,
-        help=f"of the one sequence that --plan counts activations of (default: {plan.TOKENS})",
-    )
-    args = parser.parse_args(arguments)
-    if args.plan is not None and math.isnan(args.plan):
+    size = parser.parse_args(arguments).plan
+    if size is not None and math.isnan(size):
         return print(report())
     try:
-        print(plan.table(args.plan, args.tokens))
+        print(plan.table(size))
     except ValueError as error:
         parser.error(str(error))
+
+
+def _count(text: str) -> float:
+    """8e9, 8B or 8b as a number (argparse type)."""
+    scale = {"m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number such as 8e9 or 8B, got {text!r}")
+    return value
 
 
 def report() -> str:
@@ -83,9 +88,12 @@ def report() -> str:
     triton, problem = _triton()
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     devices = [(torch.device("cpu"), threads, (0, 0), None)]
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            devices.append((torch.device("cuda", i), *_describe(i), backend.why_no_kernels(i)))
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(i)
+        gib = gpu.total_memory / 2**30
+        what = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gib:.1f} GiB"
+        capability, missing = (gpu.major, gpu.minor), backend.why_no_kernels(i)
+        devices.append((torch.device("cuda", i), what, capability, missing))
     for kind in ("xpu", "mps"):
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
@@ -97,16 +105,18 @@ def report() -> str:
     if problem:
         lines.append(f"triton could not be imported: {problem}")
     if len(devices) == 1:
-        lines.append(f"no CUDA device: {_why_no_cuda()}")
+        built = torch.version.cuda is not None
+        why = "torch finds no NVIDIA GPU or driver" if built else "this torch has no CUDA"
+        lines.append(f"no CUDA device: {why}")
     met: set[str] = set()
     for device, description, capability, missing in devices:
-        lines += ["", f"{device}: {description}"]
-        lines.append(f"  {_verdict(device, missing)}")
-        lines.append(_row("", PARTS))
+        rows = {"": PARTS}
         for name, quantizer in FORMATS.items():
-            cells = support(quantizer, device, capability, has_kernels=missing is None)
-            met.update(cells)
-            lines.append(_row(name, cells))
+            rows[name] = support(quantizer, device, capability, has_kernels=missing is None)
+            met.update(rows[name])
+        lines += ["", f"{device}: {description}", f"  {_verdict(device, missing)}"]
+        for name, cells in rows.items():
+            lines.append(f"  {name:<12} " + " ".join(f"{cell:<21}" for cell in cells).rstrip())
     lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met), RECIPE]
     lines += ["", "Run, or compiled ahead of time without a device:"]
     lines += [f"  {where:<12} {cards:<24} {what}" for where, cards, what in ARCHITECTURES]
@@ -124,7 +134,7 @@ def support(
         return ("refused",) * len(PARTS)
     is_native = device.type == "cuda" and has_kernels
     cast = "native" if is_native else "emulated"
-    matmul, needed = cast, REQUIREMENTS.get(quantizer)
+    matmul, needed = cast, OPERANDS.get(quantizer)
     if needed is None:
         matmul = "missing: weights alone"
     elif is_native and not needed.is_met_by(capability):
@@ -134,8 +144,7 @@ def support(
 
 def _verdict(device: torch.device, missing: str | None) -> str:
     """Native kernels, torch operators or refused, and why."""
-    refusal = _refusal(device)
-    if refusal is not None:
+    if (refusal := _refusal(device)) is not None:
         return f"refused: {refusal}"
     if missing is not None:
         return f"torch operators: {missing}"
@@ -150,10 +159,6 @@ def _refusal(device: torch.device) -> str | None:
     return None
 
 
-def _row(name: str, cells: tuple[str, ...]) -> str:
-    return f"  {name:<12} " + " ".join(f"{cell:<21}" for cell in cells).rstrip()
-
-
 def _triton() -> tuple[str, str]:
     """Its version, and why it cannot be imported, if so."""
     try:
@@ -161,19 +166,6 @@ def _triton() -> tuple[str, str]:
     except Exception as error:  # a broken installation may raise anything
         return "missing", str(error) or type(error).__name__
     return triton.__version__, ""
-
-
-def _describe(i: int) -> tuple[str, tuple[int, int]]:
-    gpu = torch.cuda.get_device_properties(i)
-    gib = gpu.total_memory / 2**30
-    description = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gib:.1f} GiB"
-    return description, (gpu.major, gpu.minor)
-
-
-def _why_no_cuda() -> str:
-    if torch.version.cuda is None:
-        return "this torch was built without CUDA"
-    return "torch finds no NVIDIA GPU or driver"
 
 
 if __name__ == "__main__":

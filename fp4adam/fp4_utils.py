@@ -7,7 +7,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from fp4adam.interop.transformer_engine import is_te_tensor
 
 HAVE_TE_FP4_TENSOR_CLASS = True
 FP4_TENSOR_CLASS = NVFP4Tensor
-
-# Multiples that the token dimension is padded to, by consuming kernel.
-ALIGNMENTS = {"tma": 32, "rht": 64, "fused": 128}
 
 
 def is_nvfp4tensor(tensor: Any) -> bool:
@@ -60,32 +57,16 @@ def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
 def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tensor) -> None:
     """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
 
-    Args:
-        fp4_tensor: The tensor; its ``rowwise_data`` is a view of ``new_rowwise_data`` afterwards.
-        new_rowwise_data: Contiguous uint8 of the same number of bytes, on the same device;
-            overwritten. The fused kernels can only step it if it is aligned to 16 bytes.
-
-    Raises:
-        ValueError: If an argument is not as above.
-        RuntimeError: If the tensor has no rowwise data.
+    Arguments and errors as for :func:`fp4adam.replace_raw_data`; ValueError for another format.
     """
-    if not is_nvfp4tensor(fp4_tensor):
-        raise ValueError(
-            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; other formats "
-            "store one code per byte"
-        )
+    _check_nvfp4(fp4_tensor)
     replace_raw_data(fp4_tensor, new_rowwise_data)
 
 
 def modify_grouped_nvfp4_rowwise_storage(
     grouped_tensor: NVFP4Tensor, new_rowwise_data: Tensor
 ) -> None:
-    """:func:`modify_nvfp4_rowwise_storage` for a stack of weights; slices of it move along.
-
-    Raises:
-        ValueError: If it is no stack, or ``new_rowwise_data`` does not fit it.
-        RuntimeError: If the tensor has no rowwise data.
-    """
+    """:func:`modify_nvfp4_rowwise_storage` for a stack of weights; ValueError for anything else."""
     if not is_grouped_nvfp4tensor(grouped_tensor):
         kind = type(grouped_tensor).__name__
         shape = tuple(getattr(grouped_tensor, "shape", ()))
@@ -106,9 +87,6 @@ def quantize_nvfp4_param_shard(
     """:func:`fp4adam.cast_master_weights_to_nvfp4` before a caller's own all-gather.
 
     :func:`fp4adam.post_all_gather_processing` comes after it.
-
-    Raises:
-        ValueError, RuntimeError: As for that function.
     """
     cast_master_weights_to_nvfp4(
         model_params,
@@ -120,53 +98,30 @@ def quantize_nvfp4_param_shard(
     )
 
 
-def get_fp4_align_size(
-    fp4_recipe: Any = None, kernels: Literal["tma", "rht", "fused"] = "fused"
-) -> int:
-    """The multiple that the token dimension of an activation is padded to before quantization.
-
-    Args:
-        fp4_recipe: Accepted for compatibility and ignored: all NVFP4 recipes align alike.
-        kernels: The kernels that read the result. "tma": 32, as needed by TMA loads and matmuls.
-            "rht": 64, for the kernel of the random Hadamard transform. "fused": 128, for fused and
-            grouped kernels; it also suits all others, and is Megatron's value since January 2026.
-
-    Returns:
-        32, 64 or 128, in tokens.
-
-    Raises:
-        ValueError: If ``kernels`` is none of the three.
-    """
-    if kernels not in ALIGNMENTS:
-        raise ValueError(
-            f"kernels must be one of {', '.join(ALIGNMENTS)}, got {kernels!r}; 'fused' suits all"
-        )
-    return ALIGNMENTS[kernels]
+def get_fp4_align_size(fp4_recipe: Any = None) -> int:
+    """The multiple that the token dimension is padded to: 128 tokens, which suits all kernels."""
+    return 128
 
 
 def dequantize_fp4_tensor(fp4_tensor: NVFP4Tensor) -> Tensor:
-    """The values in the tensor's nominal dtype.
-
-    Raises:
-        ValueError: If it is not an NVFP4 tensor.
-    """
-    if not is_nvfp4tensor(fp4_tensor):
-        raise ValueError(
-            f"fp4_tensor must be an NVFP4Tensor, got a {type(fp4_tensor).__name__}; for other "
-            "formats call tensor.dequantize()"
-        )
+    """The values in the tensor's nominal dtype; ValueError if it is not an NVFP4 tensor."""
+    _check_nvfp4(fp4_tensor)
     return dequantize_fp8_tensor(fp4_tensor)
 
 
-def get_fp4_recipe(config: Any) -> NVFP4Quantizer:
-    """The recipe of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
+def _check_nvfp4(tensor: Any) -> None:
+    if not is_nvfp4tensor(tensor):
+        raise ValueError(
+            f"fp4_tensor must be an NVFP4Tensor, got a {type(tensor).__name__}; fp4adam.fp8_utils "
+            "has the functions of other formats"
+        )
 
-    Args:
-        config: Any object with ``fp4_recipe``, "nvfp4" or an enum of that value.
+
+def get_fp4_recipe(config: Any) -> NVFP4Quantizer:
+    """The quantizer of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
 
     Raises:
-        ValueError: For another recipe, such as "custom", whose factory makes quantizers of
-            Transformer Engine.
+        ValueError: If ``config.fp4_recipe`` is not "nvfp4", or an enum of that value.
     """
     recipe = getattr(config.fp4_recipe, "value", config.fp4_recipe)
     if recipe != "nvfp4":
@@ -180,22 +135,6 @@ def get_fp4_recipe(config: Any) -> NVFP4Quantizer:
 def get_fp4_context(
     config: Any, layer_no: int = -1, is_init: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The context that Megatron builds or runs a layer in.
-
-    Args:
-        config: Any object with the entries of Megatron's ``TransformerConfig``: ``fp4``,
-            ``fp4_param``, ``fp4_recipe``, ``num_layers``, ``first_last_layers_bf16``,
-            ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.
-        layer_no: Index of the layer, from 0; -1 is none in particular.
-        is_init: Whether the layer is built, rather than run.
-
-    Returns:
-        ``quantized_init`` of the recipe where a layer with NVFP4 weights is built. Otherwise a
-        context that does nothing: layers of this package need none to run, and the first and last
-        layers may stay in BF16.
-
-    Raises:
-        ValueError: As for :func:`get_fp4_recipe`.
-    """
+    """:func:`fp4adam.fp8_utils.get_fp8_context` for ``fp4``, ``fp4_param`` and ``fp4_recipe``."""
     is_wanted = config.fp4_param if is_init else config.fp4
     return layer_context(is_wanted, config, layer_no, is_init, get_fp4_recipe)

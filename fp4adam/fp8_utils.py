@@ -63,11 +63,7 @@ def copy_tensor_to_quantized_param(param: Tensor, src: Tensor) -> None:
 
 
 def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
-    """:func:`copy_tensor_to_quantized_param` for several parameters.
-
-    Raises:
-        ValueError: If there are not as many sources.
-    """
+    """:func:`copy_tensor_to_quantized_param` for as many parameters; else ValueError."""
     if len(params) != len(srcs):
         raise ValueError(
             f"srcs must have one entry per parameter, {len(params)}, got {len(srcs)}; pass the "
@@ -78,11 +74,7 @@ def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Te
 
 
 def dequantize_fp8_tensor(fp8_tensor: Tensor) -> Tensor:
-    """The values in the tensor's nominal dtype.
-
-    Raises:
-        ValueError: If it is not a quantized tensor.
-    """
+    """The values in the tensor's nominal dtype; ValueError if it is not a quantized tensor."""
     if not is_float8tensor(fp8_tensor):
         raise ValueError(
             f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other "
@@ -112,9 +104,6 @@ def quantize_param_shard(
     """:func:`fp4adam.quantize_master_weights` before a caller's own all-gather.
 
     :func:`fp4adam.post_all_gather_processing` comes after it.
-
-    Raises:
-        ValueError, RuntimeError: As for that function.
     """
     quantize_master_weights(
         model_params,
@@ -183,17 +172,14 @@ def get_fp8_context(
     """The context that Megatron builds or runs a layer in.
 
     Args:
-        config: As for :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe`, with ``fp8`` and
-            ``fp8_param``.
+        config: Any object with the entries of Megatron's ``TransformerConfig``: ``fp8``,
+            ``fp8_param``, and those of :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe`.
         layer_no: Index of the layer, from 0; -1 is none in particular.
         is_init: Whether the layer is built, rather than run.
 
     Returns:
-        ``quantized_init`` of the recipe where a layer with quantized weights is built. Otherwise a
-        context that does nothing: layers of this package need none to run.
-
-    Raises:
-        ValueError: As for :func:`get_fp8_recipe`.
+        ``quantized_init`` of the recipe where a layer with quantized weights is built, else a
+        context that does nothing. ValueError as for :func:`get_fp8_recipe`.
     """
     is_wanted = config.fp8_param if is_init else config.fp8
     return layer_context(is_wanted, config, layer_no, is_init, get_fp8_recipe)
@@ -202,12 +188,7 @@ def get_fp8_context(
 def get_fp8_disabled_context(
     config: Any, is_init: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The context for a part of a layer that stays in high precision.
-
-    Args:
-        config: Accepted for compatibility and ignored.
-        is_init: Whether the part is built, rather than run.
-    """
+    """The context for a part of a layer that stays in high precision; ``config`` is ignored."""
     return quantized_init(enabled=False) if is_init else contextlib.nullcontext()
 
 

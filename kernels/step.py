@@ -56,6 +56,7 @@ from fp4adam.kernels.launch.tensor_table import (
 )
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.store import (
+    edge_mask,
     store_codes,
     store_column_scales,
     store_row_scales,
@@ -149,16 +150,6 @@ def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
     else:
         col += i * BC
     return row, col
-
-
-@triton.jit
-def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
-    if MASKED:
-        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
-    else:
-        mask = None
-    return mask
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)

@@ -10,6 +10,16 @@ from fp4adam.kernels.tiles.words import store_words, transpose_words
 
 
 @triton.jit
+def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
+    if MASKED:
+        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+    else:
+        mask = None
+    return mask
+
+
+@triton.jit
 def store_codes(
     part,
     row,

@@ -8,18 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
-from fp4adam.kernels.launch.schema import INDEX
+from fp4adam.kernels.launch.schema import SWIZZLE
 from fp4adam.kernels.launch.tensor_table import WIDTH, load_tile
 
-# Rows and columns of the table are those of the swizzled scales, without padding; strides are those
-# of the plain matrix in bytes.
-PLAIN = tl.constexpr(INDEX["rowwise_scale"])
-SWIZZLED = tl.constexpr(INDEX["rowwise_gemm_scale"])
-ROWS = tl.constexpr(INDEX["rows"])
-BLOCKS = tl.constexpr(INDEX["cols"])
-ROW_STRIDE = tl.constexpr(INDEX["row_stride"])
-BLOCK_STRIDE = tl.constexpr(INDEX["col_stride"])
-REPEATS = tl.constexpr(INDEX["repeats"])
+PLAIN, SWIZZLED, ROWS, BLOCKS, ROW_STRIDE, BLOCK_STRIDE, REPEATS = map(
+    tl.constexpr, range(len(SWIZZLE))
+)
 
 # Rows and blocks per program: eight tiles that are adjacent in memory.
 TILE = (128, 32)

@@ -44,7 +44,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
-    "fp4adam.kernels.nvfp4",
+    "fp4adam.kernels.step",
 ]
 
 
@@ -120,6 +120,45 @@ def run_ranks(
 def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """:func:`run_ranks` on GPUs where there are as many, else on the CPU."""
     return run_ranks(function, world_size, *args, device=device_for(world_size), **options)
+
+
+def run_cases(
+    function: Callable[..., Any], world_size: int, cases: Iterable[tuple[Any, ...]]
+) -> None:
+    """:func:`run` of ``function(rank, *case)`` for each case, one after another on the same ranks.
+
+    Cases that cannot run here are left out; if all are, the test is skipped.
+    """
+    run(_run_each, world_size, function, [*cases], timeout=400.0)
+
+
+def _run_each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
+    uses_kernels, skipped = backend.uses_kernels, []
+    for case in cases:
+        try:
+            function(rank, *case)
+        except pytest.skip.Exception as reason:
+            skipped.append(reason)
+        except Exception as error:
+            raise RankError(f"case {case}: {error}") from error
+        finally:
+            backend.uses_kernels = uses_kernels
+    if cases and len(skipped) == len(cases):
+        raise skipped[0]
+
+
+def by_world_size(quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()) -> list[Any]:
+    """Parameters ``world_size, cases`` for :func:`run_cases`, of cases that begin with the size."""
+    params = []
+    for group, marks in ((quick, ()), (exhaustive, pytest.mark.exhaustive)):
+        cases: dict[int, list[tuple]] = {}
+        for world_size, *case in group:
+            cases.setdefault(world_size, []).append(tuple(case))
+        params += [
+            pytest.param(n, each, marks=marks, id=f"{n} ranks{', more' * bool(marks)}")
+            for n, each in sorted(cases.items())
+        ]
+    return params
 
 
 def home() -> torch.device:
@@ -206,7 +245,11 @@ def _serve(fd: int) -> None:
                     if work is None:
                         _kill(pid for other, pid in children.values() if other == rank)
                     else:
-                        pipe, pid = _fork(requests, path, work)
+                        # The modules of a test file are imported here, once for all of its ranks.
+                        sys.path[:] = path
+                        with contextlib.suppress(Exception):  # the rank says what is wrong
+                            pickle.loads(work[0])
+                        pipe, pid = _fork(requests, work)
                         children[pipe] = rank, pid
                 else:
                     rank, pid = children.pop(ready)
@@ -217,13 +260,12 @@ def _serve(fd: int) -> None:
         _kill(pid for _, pid in children.values())
 
 
-def _fork(requests: Connection, path: list[str], work: tuple[Any, ...]) -> tuple[int, int]:
+def _fork(requests: Connection, work: tuple[Any, ...]) -> tuple[int, int]:
     """Start a rank: the pipe that ends with it, and its process."""
     pipe, held = os.pipe()
     pid = os.fork()
     if not pid:
         requests.close()
-        sys.path[:] = path
         _run_rank(*work)
     os.close(held)
     return pipe, pid

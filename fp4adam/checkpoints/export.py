@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
-from fp4adam.checkpoints.folder import CONFIG, Entry
-from fp4adam.checkpoints.hub_names import module_names, pieces_of
-from fp4adam.checkpoints.layouts import find_layout
-from fp4adam.checkpoints.model_state import in_high_precision, plain_name
+from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG, Entry
+from fp4adam.checkpoints.layouts import find_layout, hf_quant_config
+from fp4adam.checkpoints.model_state import module_names, plain_name, spans_of
 from fp4adam.checkpoints.trained import (
     Trained,
     gathered,
     plain_entries,
-    stored_pieces,
+    stored_spans,
     tensors_of,
 )
 from fp4adam.distributed.dtensor import is_dtensor, like, local
@@ -90,7 +89,7 @@ def export_checkpoint(
     Warns:
         UserWarning: For what readers are known to misread: NVFP4 weights with different amaxes
             that engines serve as one matrix, Float8Block weights with partial blocks; in models of
-            transformers, NVFP4 experts, MXFP8 in "modelopt", and layers that it builds as Conv1D.
+            transformers, NVFP4 experts, and MXFP8 in "modelopt".
     """
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
@@ -98,11 +97,11 @@ def export_checkpoint(
     _check_size(max_shard_bytes)
     for text in _misreadings(trained):
         warnings.warn(text, stacklevel=2)
-    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.pieces))
-    quantization = trained.layout.documents(trained.encoding, excluded, stacked)
-    content = {**documents[CONFIG], "quantization_config": quantization[CONFIG]}
-    documents.update(quantization, **{CONFIG: content})
-
+    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.spans))
+    described = trained.layout.describe(trained.encoding, excluded, stacked)
+    documents[CONFIG]["quantization_config"] = {"quant_method": layout, **described}
+    if layout == "modelopt":
+        documents[HF_QUANT_CONFIG] = hf_quant_config(trained.encoding, excluded)
     _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights)
 
 
@@ -171,8 +170,10 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     model, weights = tensors_of(model)
-    stored = stored_pieces(pieces_of(model, weights))
-    master_of = _masters_of(optimizer)
+    stored = stored_spans(spans_of(model, weights))
+    # Masters, or values where others have written them.
+    is_ours = isinstance(optimizer, FusedAdam)
+    master_of = optimizer._current_masters() if is_ours else lambda weight: None
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
@@ -195,13 +196,6 @@ def export_masters(
     _write(folder, entries(), documents, max_shard_bytes, weights)
 
 
-def _masters_of(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
-    """A function that returns the FP32 master of one weight, or its value if others wrote it."""
-    if not isinstance(optimizer, FusedAdam):
-        return lambda weight: None
-    return optimizer._current_masters()
-
-
 def _misreadings(trained: Trained) -> Iterator[str]:
     """What readers are known to misread without an error, each as the text of a warning."""
     encoding, is_theirs = trained.encoding, hasattr(trained.model, "from_pretrained")
@@ -212,7 +206,7 @@ def _misreadings(trained: Trained) -> Iterator[str]:
         shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
         cut += [layer] * bool(shape[-2] % encoding.block[0] and layer in parts[:-1])
         if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
-            groups[whole][layer.rpartition(".")[2]] = weight.flush()._amax.item()
+            groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
         sides = zip(shape[-2:], encoding.block, strict=True)
         partial += [layer] * any(n > block and n % block for n, block in sides)
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
@@ -241,21 +235,13 @@ def _misreadings(trained: Trained) -> Iterator[str]:
             "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
             "leaves the scales out; for it, use layout 'compressed-tensors'"
         )
-    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.pieces.values())
+    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.spans.values())
     is_packed = encoding.format == "nvfp4-pack-quantized"
     if is_theirs and has_stacks and is_packed:
         yield (
             "NVFP4 experts should be read by an engine or by import_checkpoint, got a model of "
             "transformers, whose from_pretrained (5.23) leaves their tensor scales out; for it, "
             "export Float8Block weights in the layout 'fp8'"
-        )
-    rebuilt = in_high_precision(trained.model)
-    modules = {} if rebuilt is None else dict(rebuilt.named_modules())
-    if others := [n for n in layers if type(modules.get(n)).__name__ == "Conv1D"]:
-        yield (
-            "quantized layers should be nn.Linear in the model that readers build, got Conv1D in "
-            f"{len(others)} such as {others[0]!r}, which from_pretrained (5.23) leaves at random "
-            "values; import_checkpoint reads them into a model with the layers exchanged"
         )
 
 
@@ -285,18 +271,13 @@ def _unquantized_modules(
 
 def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """The JSON files of a model by name, without quantization."""
-    documents = {CONFIG: _config_of(model, config, dtype)}
+    documents: dict[str, dict[str, Any]] = {CONFIG: {}}
     generation = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         documents[GENERATION_CONFIG] = json.loads(generation.to_json_string())
-    return documents
-
-
-def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of ``config.json``, without quantization."""
     config = getattr(model, "config", None) if config is None else config
     if config is None:
-        return {}
+        return documents
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     elif isinstance(config, dict):
@@ -310,7 +291,8 @@ def _config_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, A
     # FSDP2 prefixes the name of the class with its own.
     architecture = type(model).__name__.removeprefix("FSDP")
     content["architectures"] = content.get("architectures") or [architecture]
-    return {**content, "dtype": str(dtype).removeprefix("torch.")}
+    documents[CONFIG] = {**content, "dtype": str(dtype).removeprefix("torch.")}
+    return documents
 
 
 def _check_size(max_shard_bytes: int) -> None:
@@ -329,11 +311,6 @@ def _write(
     weights: dict[str, Tensor],
 ) -> None:
     """Write from the first rank, and raise on every one if that fails."""
-
-    entries = (
-        Entry({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-        for tensors, metadata in entries
-    )
 
     def write() -> None:
         checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)

@@ -39,12 +39,7 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Tensors that belong together, with their metadata.
-
-    Attributes:
-        tensors: By name, contiguous and on the CPU.
-        metadata: For the header of the file.
-    """
+    """Tensors that belong together by name, and what the header of a file says of them."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -52,15 +47,11 @@ class Entry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def safetensors() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """The package; raises ImportError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -71,12 +62,8 @@ def safetensors() -> Any:
     return safetensors
 
 
-def check_vacant(folder: Path, names: Iterable[str]) -> None:
-    """Raise FileExistsError if a checkpoint cannot be added to ``folder``.
-
-    That is if it is a file, holds safetensors files, with which the new ones might mix, or a file
-    with one of ``names``: nothing is overwritten.
-    """
+def _check_vacant(folder: Path, names: Iterable[str]) -> None:
+    """Raise FileExistsError if files would be mixed with others, or overwrite some of ``names``."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"folder must be one, got the file {str(folder)!r}; choose another")
     present = sorted(folder.glob("*.safetensors*"))
@@ -94,24 +81,15 @@ def check_vacant(folder: Path, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def new_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+def _new_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """A hidden folder to write to; its files appear in ``folder`` when the block ends.
 
     It becomes ``folder`` if that does not exist yet. Otherwise it lies inside, so that both are on
     one file system also at mount points, and its files are moved, ``config.json`` last. A process
     that is killed leaves the hidden folder, ``.<folder>-*.partial``; an error leaves nothing.
-
-    Args:
-        folder: The folder, made with its parents if it does not exist.
-        names: Files that it must not hold yet, as far as they are known.
-
-    Raises:
-        FileExistsError: See :func:`check_vacant`; also if another process has written there
-            meanwhile.
-        OSError: If the files cannot be written.
     """
     folder = folder.resolve()
-    check_vacant(folder, names)
+    _check_vacant(folder, names)
     place = folder if folder.exists() else folder.parent
     hidden = place / f".{folder.name[:50]}-{secrets.token_hex(8)}.partial"
     hidden.mkdir(parents=True)
@@ -125,7 +103,7 @@ def new_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
                 "make room or choose another folder",
                 str(folder),
             ) from error
-        check_vacant(folder, os.listdir(hidden))
+        _check_vacant(folder, os.listdir(hidden))
         if place == folder:
             _move_files(hidden, folder)
         else:
@@ -160,13 +138,13 @@ def write(
         max_shard_bytes: The most bytes of tensors in one file, unless a single entry is larger.
 
     Raises:
-        FileExistsError: If something in the folder would be mixed with the checkpoint, or
-            overwritten.
+        FileExistsError: If something there, also from another process meanwhile, would be mixed
+            with the checkpoint, or overwritten.
         ValueError: If two entries have a tensor of one name.
         OSError: If the files cannot be written.
     """
     save_file = safetensors().torch.save_file
-    with new_files(folder, documents) as place:
+    with _new_files(folder, documents) as place:
         shard_numbers: dict[str, int] = {}
         count = total = 0
         for count, shard in enumerate(_shards(entries, max_shard_bytes), 1):
@@ -204,7 +182,8 @@ def write(
 def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Entry]]:
     shard: list[Entry] = []
     size = 0
-    for entry in entries:
+    for tensors, metadata in entries:
+        entry = Entry({name: x.cpu().contiguous() for name, x in tensors.items()}, metadata)
         if shard and size + entry.nbytes > max_shard_bytes:
             yield shard
             shard, size = [], 0

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp4adam.checkpoints.hub_names import pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import (
     ACTIVATION_SCALES,
     CACHE_SCALES,
     model_state,
+    spans_of,
     unwrapped,
 )
 from fp4adam.checkpoints.named_tensors import NamedTensors
@@ -29,7 +29,6 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_STRIP = 2**20  # elements
 
 
 def import_checkpoint(
@@ -77,8 +76,7 @@ def import_checkpoint(
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If the layout is unknown, a file is damaged or lies outside of the folder, if
-            names, shapes or scales do not fit the model, the layout or the quantizer, or if values
-            are not finite.
+            names, shapes or scales do not fit the model, the layout or the quantizer.
         TypeError: If a dtype does not fit.
         ImportError: If safetensors is not installed.
 
@@ -117,7 +115,12 @@ class _Import:
         self._unfilled = _modules_to_fill(self.model)
         tensors, extra = model_state(self.model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
-        _check_in_memory(self.state)
+        for name, value in self.state.items():
+            if is_dtensor(value) and value.is_meta:
+                raise ValueError(
+                    f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
+                    "device, got a DTensor on the meta device; call to_empty"
+                )
         # The module and the key of each tensor, by its id.
         self.places = {
             id(value): (module, key)
@@ -127,7 +130,7 @@ class _Import:
         }
         self.encoding = encoding_of(files)
         self.keys = [*self.encoding.shapes(0, 0)]
-        self.files = NamedTensors(files, self.encoding, pieces_of(self.model, self.state))
+        self.files = NamedTensors(files, self.encoding, spans_of(self.model, self.state))
         stored = self._without_unused_scales(self.files.names())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self.keys}
@@ -224,11 +227,6 @@ class _Import:
         layers = sorted(
             {layer for layer, _, key in (n.rpartition(".") for n in stored) if key in keys}
         )
-        if not layers:
-            raise ValueError(
-                f"a checkpoint in {self.encoding.format!r} must have tensors named "
-                f"{' and '.join(sorted(keys))}, got none; it is damaged"
-            )
         for layer in layers:
             for key in self.keys:
                 if f"{layer}.{key}" not in stored:
@@ -335,16 +333,9 @@ class _Import:
         amax = self.files.metadata.get(f"{layer}.weight.amax")
         try:
             amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
-            weight = self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
+            return self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
-        matrix = weight._alias(flat_shape(weight.shape))
-        rows = max(_STRIP // matrix.shape[1] // 128, 1) * 128  # whole blocks
-        for strip in matrix.split(rows):  # decoded as a whole, it would take the most memory
-            is_plain = not isinstance(strip, QuantizedTensor)  # of formats that rows do not divide
-            value = strip if is_plain else strip.dequantize(old.dtype)
-            _check_finite(f"{layer}.weight", value)
-        return weight
 
     def plain_values(self) -> dict[str, Tensor]:
         """The values of everything that is not quantized, in the dtypes of the model."""
@@ -370,33 +361,7 @@ class _Import:
     def _plain_value(self, name: str) -> Tensor:
         """The value of a tensor that is not quantized, in the dtype of the model."""
         old = self.state[name]
-        value = self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
-        if isinstance(old, nn.Parameter):  # buffers may be masks
-            _check_finite(name, value)
-        return value
-
-
-def _check_finite(name: str, value: Tensor) -> None:
-    if not value.isfinite().all():
-        bad = value[~value.isfinite()][0].item()
-        raise ValueError(
-            f"{name!r} must be finite in {value.dtype}, got {bad}; the checkpoint is damaged, or "
-            "its training has diverged"
-        )
-
-
-def _check_in_memory(state: dict[str, Tensor]) -> None:
-    for name, value in state.items():
-        kinds = {
-            "one of inference mode": value.is_inference(),
-            "an expanded one": 0 in value.stride() and value.numel() > 1,
-            "a DTensor on the meta device": is_dtensor(value) and value.is_meta,
-        }
-        if kind := next((kind for kind in kinds if kinds[kind]), None):
-            raise ValueError(
-                f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
-                f"device, got {kind}; clone it, or call to_empty"
-            )
+        return self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
 
 
 def _distributed(whole: Tensor, target: Tensor) -> Tensor:
@@ -437,11 +402,10 @@ def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.devi
 
 
 def encoding_of(files: CheckpointReader) -> Encoding:
-    """How a checkpoint stores its quantized weights."""
+    """The encoding of the layout that config.json names which fits the tensors."""
     config = files.config.get("quantization_config")
-    details = files.hf_quant_config.get("quantization")
-    if config is None and isinstance(details, dict):
-        config = {**details, "quant_method": "modelopt"}
+    if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
+        config = {"quant_method": "modelopt"}
     if not isinstance(config, dict):
         raise ValueError(
             f"config.json in {str(files.folder)!r} must have a quantization_config, got none; "
@@ -454,12 +418,11 @@ def encoding_of(files: CheckpointReader) -> Encoding:
             f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
             f"{short(method)}; load the checkpoint decoded, and call quantize_model"
         )
-    name = layout.format_of(config)
     for encoding in layout.encodings:
-        if encoding.format == name:
+        if encoding.is_in(files.names(), files.dtype):
             return encoding
     held = ", ".join(encoding.format for encoding in layout.encodings)
     raise ValueError(
-        f"format must be one of {held} for quant_method {method!r} to be imported, got "
-        f"{short(name)}"
+        f"the checkpoint must have weights in one of {held} for quant_method {method!r} to be "
+        "imported, got none; load it decoded, and call quantize_model"
     )

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG
 from fp4adam.formats import nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
@@ -31,7 +30,7 @@ from fp4adam.tensors.transpose import build_columnwise
 
 E4M3 = torch.float8_e4m3fn
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Documents = dict[str, dict[str, Any]]
+Names = Sequence[str]
 # Everything that a block of NVFP4 can hold, but for signs: codes, and scales up to 448.
 _CODES = torch.arange(8, dtype=torch.uint8, device="cpu")[None]
 _SCALES = torch.arange(0x7F, dtype=torch.uint8, device="cpu")[:, None]
@@ -86,29 +85,37 @@ class Encoding:
     def of_stack(
         self, stored: dict[str, Tensor], shape: Sequence[int], name: str
     ) -> dict[str, Tensor]:
-        """The tensors of a whole stack [experts, rows, cols] by their names.
-
-        Args:
-            stored: As :meth:`encode` returns it for the stack as one matrix.
-            shape: The shape of the stack.
-            name: Its name.
-        """
+        """The tensors of a whole stack [experts, rows, cols], given those of it as one matrix."""
         sizes = {key: (*shape[:-2], -1, x.shape[-1]) for key, x in stored.items()}
         if self.bits == 4:  # a block of codes each
             sizes[self.codes] = (*shape[:-1], -1, self.block[1] // 2)
         return {name + end: stored[key].view(sizes[key]) for key, end in self.stacked.items()}
 
     def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:
-        """The tensors of some rows of a weight, from the first to the one behind the last.
-
-        Args:
-            stored: As :meth:`encode` returns it.
-            rows: Multiples of ``block[0]``.
-        """
+        """The tensors of rows first to last - 1, both multiples of ``block[0]``."""
         first, last = rows
-        spans = {self.codes: slice(first, last)}
-        spans[self.scale] = slice(first // self.block[0], last // self.block[0])
-        return {key: t[spans[key]] if key in spans else t for key, t in stored.items()}
+        scales = stored[self.scale][first // self.block[0] : last // self.block[0]]
+        return {**stored, self.codes: stored[self.codes][first:last], self.scale: scales}
+
+    def dtypes(self) -> dict[str, tuple[torch.dtype, ...]]:
+        """The dtypes in which the tensors of a weight are read."""
+        return {
+            key: self.scale_dtypes if key == self.scale else (dtype,)
+            for key, (_, dtype) in self.shapes(0, 0).items()
+        }
+
+    def is_in(self, names: set[str], dtype_of: Callable[[str], Any]) -> bool:
+        """True if a checkpoint has a layer or a stack whose tensors have these names and dtypes."""
+        dtypes = self.dtypes()
+        for ends in filter(None, ({key: f".{key}" for key in dtypes}, self.stacked)):
+            for name in (name for name in names if name.endswith(ends[self.scale])):
+                layer = name.removesuffix(ends[self.scale])
+                if all(
+                    layer + end in names and dtype_of(layer + end) in dtypes[key]
+                    for key, end in ends.items()
+                ):
+                    return True
+        return False
 
     def check(
         self,
@@ -116,30 +123,25 @@ class Encoding:
         found: Callable[[str], tuple[Sequence[int], Any]],
         shape: Sequence[int],
     ) -> None:
-        """Raise unless the tensors of a weight have the shapes and dtypes that :meth:`wrap` takes.
+        """Raise ValueError or TypeError unless :meth:`wrap` takes the shapes and dtypes.
 
-        Args:
-            layer: The name of the layer.
-            found: Shape and dtype of the one of a full name; of a stack, as one matrix.
-            shape: Shape of the weight.
-
-        Raises:
-            ValueError: If a shape does not fit.
-            TypeError: If a dtype does not fit.
+        ``found``: Shape and dtype of a tensor, given its full name; of a stack, as one matrix.
         """
-        for key, (expected, dtype) in self.shapes(*flat_shape(tuple(shape))).items():
+        dtypes = self.dtypes()
+        for key, (expected, _) in self.shapes(*flat_shape(tuple(shape))).items():
             name = f"{layer}.{key}"
             actual, kind = found(name)
             is_scalar = actual in ((), (1,)) and expected in ((), (1,))
             if actual != expected and not is_scalar:
                 raise ValueError(
-                    f"{name!r} must have shape {expected} for a weight {tuple(shape)}, got "
-                    f"{actual}; build the model from the checkpoint's config.json"
+                    f"{name!r} must have shape {expected} for a weight {tuple(shape)} in blocks of "
+                    f"{self.block[0]}x{self.block[1]}, got {actual}; build the model from the "
+                    "checkpoint's config.json; other blocks are not read"
                 )
-            if kind not in (dtypes := self.scale_dtypes if key == self.scale else (dtype,)):
+            if kind not in dtypes[key]:
                 raise TypeError(
-                    f"{name!r} must be {' or '.join(map(str, dtypes))}, got {kind}; the checkpoint "
-                    "is damaged"
+                    f"{name!r} must be {' or '.join(map(str, dtypes[key]))}, got {kind}; the "
+                    "checkpoint is damaged"
                 )
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
@@ -381,234 +383,117 @@ class Layout:
     """A family of checkpoints, by the ``quant_method`` in their ``config.json``.
 
     Args:
+        name: Its quant_method.
         encodings: One for every format that it can hold.
+        describe: The rest of a model's quantization_config, given the encoding of its quantized
+            weights; its modules with others; those of these that hold stacks, which engines may
+            know as a module per expert.
+        decoded_dtype: The dtype that readers decode to, whatever the model's, or None.
+        keeps_stacks: True if it holds stacks of experts as they are, and nothing else.
     """
 
+    name: str
     encodings: tuple[Encoding, ...]
+    describe: Callable[[Encoding, Names, Names], dict[str, Any]]
+    decoded_dtype: torch.dtype | None = None
+    keeps_stacks: bool = False
 
-    name: ClassVar[str]
-    # The dtype that readers decode to, whatever the model's, or None.
-    decoded_dtype: ClassVar[torch.dtype | None] = None
-    # True if it holds stacks of experts as they are, and nothing else.
-    keeps_stacks: ClassVar[bool] = False
-
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        """JSON files of a model by name; of ``config.json`` the part about quantization.
-
-        Args:
-            encoding: The encoding of its quantized weights.
-            excluded: Its modules with weights that are not quantized.
-            stacked: Those of them that hold stacks of weights, which engines may know as a module
-                per expert.
-        """
-        raise NotImplementedError
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        """The format in a model's ``quantization_config``, by the layout's name for it."""
-        raise NotImplementedError
+    def encoding_of(self, quantizer: Quantizer) -> Encoding | None:
+        """How it stores weights of a format; None if it has none for it."""
+        fitting = (e for e in self.encodings if e.quantizer_class is type(quantizer))
+        return next(fitting, None)
 
 
-def _only(values: Sequence[Any], otherwise: Any) -> Any:
-    """The value that all of ``values`` are."""
-    is_one = values and all(value == values[0] for value in values)
-    return values[0] if is_one else otherwise
+def _describe_compressed_tensors(
+    encoding: Encoding, excluded: Names, stacked: Names
+) -> dict[str, Any]:
+    blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
+    if isinstance(encoding, NVFP4Encoding):
+        blocks["strategy"] = "tensor_group"
+    elif encoding.block[0] > 1:
+        blocks = {"strategy": "block", "block_structure": [*encoding.block]}
+    blocks |= {"num_bits": encoding.bits, "type": "float", "symmetric": True, "dynamic": False}
+    weights = {**blocks, "scale_dtype": str(encoding.scale_dtypes[0])}
+    group = {"targets": ["Linear"], "weights": weights, "format": encoding.format}
+    return {
+        "format": encoding.format,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {**group, "input_activations": None, "output_activations": None}
+        },
+        "ignore": [*excluded, *(rf"re:{re.escape(name)}\..*" for name in stacked)],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
 
 
-class CompressedTensors(Layout):
-    """https://github.com/vllm-project/compressed-tensors"""
-
-    name = "compressed-tensors"
-    decoded_dtype = torch.bfloat16
-    # By tensor, by row, or in blocks; activations are quantized too, or not.
-    _FP8 = ("float-quantized", "naive-quantized")
-
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        blocks: dict[str, Any] = {"strategy": "group", "group_size": encoding.block[1]}
-        if isinstance(encoding, NVFP4Encoding):
-            blocks["strategy"] = "tensor_group"
-        elif encoding.block[0] > 1:
-            blocks = {"strategy": "block", "block_structure": [*encoding.block]}
-        weights = {
-            "num_bits": encoding.bits,
-            "type": "float",
-            **blocks,
-            "symmetric": True,
-            "dynamic": False,
-            "scale_dtype": str(encoding.scale_dtypes[0]),
-        }
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-            "format": encoding.format,
-        }
-        config = {
-            "quant_method": self.name,
-            "format": encoding.format,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": [*excluded, *(rf"re:{re.escape(name)}\..*" for name in stacked)],
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-        }
-        return {CONFIG: config}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        groups, name = config.get("config_groups"), config.get("format")
-        if not isinstance(groups, dict) or name not in ("mixed-precision", *self._FP8):
-            return name
-        default = None if name == "mixed-precision" else name
-        return _only([self._format_of_group(group, default) for group in groups.values()], name)
-
-    def _format_of_group(self, group: Any, name: str | None) -> Any:
-        if not isinstance(group, dict):
-            return group
-        name = group.get("format") or name
-        weights = group.get("weights")
-        if not isinstance(weights, dict):
-            return name
-        if name in self._FP8:
-            is_known = weights.get("block_structure") == [FLOAT8_BLOCK, FLOAT8_BLOCK]
-            return self._FP8[0] if is_known else f"{name} by {weights.get('strategy')}"
-        if name is not None:
-            return name
-        described = [weights.get(key) for key in ("type", "num_bits", "group_size")]
-        fitting = [e.format for e in self.encodings if described == ["float", e.bits, e.block[1]]]
-        return _only(fitting, described)
+def _describe_modelopt(encoding: Encoding, excluded: Names, stacked: Names) -> dict[str, Any]:
+    config = {"quant_algo": encoding.format, "ignore": [*excluded], "producer": _producer()}
+    if encoding.bits < 8:  # readers recognize 8 bits by quant_algo alone
+        weights = {"num_bits": encoding.bits, "group_size": encoding.block[1]}
+        group = {"weights": {**weights, "type": "float", "dynamic": False}, "targets": ["Linear"]}
+        config["config_groups"] = {"group_0": group}
+    return config
 
 
-class ModelOpt(Layout):
-    """https://nvidia.github.io/Model-Optimizer, "Unified HuggingFace Checkpoint"."""
-
-    name = "modelopt"
-
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        from fp4adam import __version__
-
-        bits, group_size = encoding.bits, encoding.block[1]
-        producer = {"name": "fp4adam", "version": __version__}
-        details = {
-            "quant_algo": encoding.format,
-            "kv_cache_quant_algo": None,
-            "group_size": group_size,
-            "exclude_modules": [*excluded],
-        }
-        config = {
-            "quant_method": self.name,
-            "quant_algo": encoding.format,
-            "ignore": [*excluded],
-            "producer": producer,
-        }
-        if bits < 8:  # readers recognize 8 bits by quant_algo alone
-            weights = {
-                "dynamic": False,
-                "num_bits": bits,
-                "type": "float",
-                "group_size": group_size,
-            }
-            config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
-        hf_quant_config = {"producer": producer, "quantization": details}
-        return {CONFIG: config, HF_QUANT_CONFIG: hf_quant_config}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        algorithm = self._algorithm(config)
-        layers = config.get("quantized_layers")
-        if algorithm == "MIXED_PRECISION" and isinstance(layers, dict):
-            return _only([self._algorithm(layer) for layer in layers.values()], algorithm)
-        return algorithm
-
-    def _algorithm(self, config: Any) -> str:
-        name = str(config.get("quant_algo") if isinstance(config, dict) else config).upper()
-        # That activations are quantized as well says nothing about the weights.
-        return "W4A16_NVFP4" if name == "NVFP4" else name
+def hf_quant_config(encoding: Encoding, excluded: Names) -> dict[str, Any]:
+    """ModelOpt's file beside ``config.json``, which says the same."""
+    details = {"quant_algo": encoding.format, "kv_cache_quant_algo": None}
+    details |= {"group_size": encoding.block[1], "exclude_modules": [*excluded]}
+    return {"producer": _producer(), "quantization": details}
 
 
-class FP8(Layout):
-    """DeepSeek-V3's, https://huggingface.co/docs/transformers/quantization/finegrained_fp8"""
+def _producer() -> dict[str, str]:
+    from fp4adam import __version__
 
-    name = "fp8"
-
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        config = {
-            "quant_method": self.name,
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [*encoding.block],
-            "modules_to_not_convert": [*excluded],
-        }
-        return {CONFIG: config}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        block = config.get("weight_block_size")
-        # Scales in ue8m0 are powers of two, whatever dtype they are stored in.
-        if config.get("scale_fmt") not in (None, "float", "ue8m0"):
-            return f"scales in {config['scale_fmt']}"
-        fitting = [e.format for e in self.encodings if block == [*e.block]]
-        return fitting[0] if fitting else f"blocks of {block}"
+    return {"name": "fp4adam", "version": __version__}
 
 
-class MXFP4(Layout):
-    """That of gpt-oss, whose stacks of experts alone are quantized.
-
-    https://huggingface.co/docs/transformers/quantization/mxfp4
-    """
-
-    name = "mxfp4"
-    keeps_stacks = True
-
-    def documents(
-        self, encoding: Encoding, excluded: Sequence[str], stacked: Sequence[str]
-    ) -> Documents:
-        return {CONFIG: {"quant_method": self.name, "modules_to_not_convert": [*excluded]}}
-
-    def format_of(self, config: dict[str, Any]) -> Any:
-        return self.encodings[0].format
+def _describe_fp8(encoding: Encoding, excluded: Names, stacked: Names) -> dict[str, Any]:
+    blocks = {"weight_block_size": [*encoding.block], "modules_to_not_convert": [*excluded]}
+    return {"fmt": "e4m3", "activation_scheme": "dynamic", **blocks}
 
 
+def _describe_mxfp4(encoding: Encoding, excluded: Names, stacked: Names) -> dict[str, Any]:
+    return {"modules_to_not_convert": [*excluded]}
+
+
+_IN_COMPRESSED_TENSORS = (
+    NVFP4Encoding(
+        "nvfp4-pack-quantized",
+        codes="weight_packed",
+        tensor_scale="weight_global_scale",
+        divides=True,
+    ),
+    MXFP8Encoding("mxfp8-quantized"),
+    MXFP4Encoding("mxfp4-pack-quantized"),
+    Float8BlockEncoding("float-quantized"),
+)
+_IN_MODELOPT = (NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))
+_IN_FP8 = Float8BlockEncoding(
+    "128x128",
+    scale="weight_scale_inv",
+    stacked={"weight": "", "weight_scale_inv": "_scale_inv"},
+)
+_IN_MXFP4 = MXFP4Encoding(
+    "MXFP4", stacked={"weight_packed": "_blocks", "weight_scale": "_scales"}, rounding="up"
+)
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        CompressedTensors(
-            (
-                NVFP4Encoding(
-                    "nvfp4-pack-quantized",
-                    "weight_packed",
-                    tensor_scale="weight_global_scale",
-                    divides=True,
-                ),
-                MXFP8Encoding("mxfp8-quantized"),
-                MXFP4Encoding("mxfp4-pack-quantized"),
-                Float8BlockEncoding("float-quantized"),
-            )
+        # https://github.com/vllm-project/compressed-tensors
+        Layout(
+            "compressed-tensors",
+            _IN_COMPRESSED_TENSORS,
+            _describe_compressed_tensors,
+            decoded_dtype=torch.bfloat16,
         ),
-        ModelOpt((NVFP4Encoding("W4A16_NVFP4"), MXFP8Encoding("MXFP8"))),
-        FP8(
-            (
-                Float8BlockEncoding(
-                    "128x128",
-                    scale="weight_scale_inv",
-                    stacked={"weight": "", "weight_scale_inv": "_scale_inv"},
-                ),
-            )
-        ),
-        MXFP4(
-            (
-                MXFP4Encoding(
-                    "MXFP4",
-                    stacked={"weight_packed": "_blocks", "weight_scale": "_scales"},
-                    rounding="up",
-                ),
-            )
-        ),
+        # https://nvidia.github.io/Model-Optimizer, "Unified HuggingFace Checkpoint"
+        Layout("modelopt", _IN_MODELOPT, _describe_modelopt),
+        # DeepSeek-V3's, https://huggingface.co/docs/transformers/quantization/finegrained_fp8
+        Layout("fp8", (_IN_FP8,), _describe_fp8),
+        # gpt-oss', https://huggingface.co/docs/transformers/quantization/mxfp4
+        Layout("mxfp4", (_IN_MXFP4,), _describe_mxfp4, keeps_stacks=True),
     )
 }
 

@@ -1,42 +1,59 @@
-"""The tensors of a model by the names that checkpoints have for them."""
+"""The tensors of a model, and the names that checkpoints have for them.
+
+transformers stacks the weights of experts as it loads them, and takes the stacks apart to save
+them, one weight per expert. What its conversion does to a model is found by converting numbers in
+place of weights: they show under which names, and which of its rows, each parameter is stored.
+"""
 
 import copy
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fp4adam.nn.candidates import is_stack
 
 # Last parts of the names of tensors that quantization of activations and of the KV cache needs.
 ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
 CACHE_SCALES = frozenset(("k_scale", "v_scale"))
 
 
-class ModelState(NamedTuple):
-    """The tensors of a model for a checkpoint.
-
-    Attributes:
-        tensors: By all of their names, in the order of the state dict: parameters and persistent
-            buffers themselves, and any other entries.
-        extra: Names of the other entries, which hooks and ``get_extra_state`` add.
-    """
-
-    tensors: dict[str, Tensor]
-    extra: frozenset[str]
+# Each weight of a stack is numbered in so many parts; two could not tell [gate, up] from rows that
+# alternate.
+PARTS = 4
+_BASE = 2**32
 
 
-def model_state(model: nn.Module) -> ModelState:
+def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
     """Read a model: the names are those of its state dict, the tensors are the model's.
 
     Hooks of the state dict can rename, leave out and add entries. If one replaces the value of a
     tensor, for example by its dequantized value, the tensor itself is returned.
 
+    Returns:
+        Tensors by all of their names, in the order of the state dict: parameters and persistent
+        buffers themselves, and any other entries; the names of these, which hooks and
+        ``get_extra_state`` add.
+
     Raises:
         TypeError: If the state dict holds anything but tensors.
         ValueError: If a hook replaces a parameter by an entry of another name and value.
     """
-    own = members(model)
+    own = {
+        plain_name(f"{prefix}.{name}" if prefix else name): value
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for members in (module._parameters, module._buffers)
+        for name, value in members.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    }
     by_id = {id(value): value for value in own.values()}
-    tensors, extra = {}, set()
+    tensors: dict[str, Tensor] = {}
+    extra: set[str] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(name)
         if not isinstance(value, Tensor):
@@ -60,18 +77,7 @@ def model_state(model: nn.Module) -> ModelState:
             "in its stead: a hook has computed one from the other, and what the parameter holds "
             "would be lost; remove the hook, or let it change the name alone"
         )
-    return ModelState(tensors, frozenset(extra))
-
-
-def members(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all of their names, in the order of torch."""
-    return {
-        plain_name(f"{prefix}.{name}" if prefix else name): value
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for members in (module._parameters, module._buffers)
-        for name, value in members.items()
-        if value is not None and name not in module._non_persistent_buffers_set
-    }
+    return tensors, extra
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -100,3 +106,119 @@ def in_high_precision(model: nn.Module) -> nn.Module | None:
 def plain_name(name: str) -> str:
     """A name without the prefixes of ``torch.compile`` and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+class Span(NamedTuple):
+    """What a checkpoint stores under one name.
+
+    Attributes:
+        name: The parameter or buffer of the model.
+        rows: The first of its rows [product of leading dimensions, last] and the one behind the
+            last, or None for all of it, in its own shape.
+    """
+
+    name: str
+    rows: tuple[int, int] | None = None
+
+
+def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
+    """What a checkpoint of a model holds, by the names on the hub.
+
+    Of models without stacked experts, and of stacks that transformers stores as they are, these are
+    the names of the model. Stacks of modules that are not of transformers are stored as
+    ``<module>.<number>.<projection>.weight``, ``gate_up_proj`` as ``gate_proj`` and ``up_proj``;
+    those [experts, in, out] (``is_transposed``) as they are.
+
+    Args:
+        model: Any module.
+        tensors: Its tensors, by all names in the order of its state dict.
+
+    Raises:
+        ValueError: If transformers stores a tensor in another way than by rows.
+    """
+    stacks = {
+        plain_name(f"{prefix}.{key}" if prefix else key): module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key in module._parameters
+        if is_stack(module, key)
+    }
+    stacks = {name: module for name, module in stacks.items() if name in tensors}
+    if not stacks:
+        return {name: Span(name) for name in tensors}
+    convert = _conversion_of(model)
+    if convert is not None:
+        return _trace(convert, tensors, stacks)
+    spans = {}
+    for name, value in tensors.items():
+        if name not in stacks or getattr(stacks[name], "is_transposed", False):
+            spans[name] = Span(name)
+        else:
+            spans |= _by_expert(name, value)
+    return spans
+
+
+def _conversion_of(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """How transformers names the tensors of one of its models on the hub."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return lambda state: revert_weight_conversion(model, state)
+
+
+def _by_expert(name: str, stack: Tensor) -> dict[str, Span]:
+    experts, rows, _ = stack.shape
+    prefix, _, key = name.rpartition(".")
+    halves = ("gate_proj", "up_proj") if key == "gate_up_proj" and rows % 2 == 0 else (key,)
+    size = rows // len(halves)
+    return {
+        f"{prefix}.{expert}.{half}.weight".removeprefix("."): Span(name, (start, start + size))
+        for expert in range(experts)
+        for half, start in zip(halves, range(expert * rows, (expert + 1) * rows, size), strict=True)
+    }
+
+
+def _trace(
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    tensors: dict[str, Tensor],
+    stacks: dict[str, nn.Module],
+) -> dict[str, Span]:
+    names, numbers = [*tensors], {}
+    for i, (name, value) in enumerate(tensors.items()):
+        shape = (1,) * value.dim()
+        if name in stacks:
+            experts, rows, _ = value.shape
+            shape = (experts, PARTS if rows % PARTS == 0 else rows, 1)
+        numbers[name] = (torch.arange(math.prod(shape)) + i * _BASE).view(shape)
+    spans, covered = {}, defaultdict(int)
+    for stored, found in convert(dict(numbers)).items():
+        start, count = int(found.flatten()[0]), found.numel()
+        index, first = divmod(start, _BASE)
+        name = names[index]
+        is_run = torch.equal(found.flatten(), torch.arange(start, start + count))
+        is_all = found.shape == numbers[name].shape
+        if not is_run or not (is_all or (name in stacks and found.shape[1:] == (1,))):
+            raise ValueError(
+                f"{name!r} must be stored by whole rows, got {stored!r}, which transformers "
+                "computes in another way; train and export a model without it"
+            )
+        covered[name] += count
+        part = 0 if is_all else tensors[name].shape[1] // numbers[name].shape[1]
+        spans[stored] = Span(name, None if is_all else (first * part, (first + count) * part))
+    lost = [name for name in names if covered[name] != numbers[name].numel()]
+    if lost:
+        raise ValueError(
+            f"{lost[0]!r} must be stored once, got none or several in what transformers saves; "
+            "train and export a model without it"
+        )
+    return spans
+
+
+def module_names(spans: dict[str, Span]) -> dict[str, str]:
+    """The names in a checkpoint of the modules that have the tensors of a model."""
+    modules = {}
+    for stored, (name, rows) in spans.items():
+        suffix = r"\.[^.]+$" if rows is None else r"\.\d+\.[^.]+\.[^.]+$"
+        modules.setdefault(name.rpartition(".")[0], re.sub(suffix, "", stored))
+    return modules

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.checkpoints.hub_names import Piece
 from fp4adam.checkpoints.layouts import Encoding
+from fp4adam.checkpoints.model_state import Span
 from fp4adam.checkpoints.reader import CheckpointReader
 
 
@@ -23,36 +23,34 @@ class NamedTensors:
     Args:
         files: The open checkpoint.
         encoding: How it stores quantized weights.
-        pieces: What a checkpoint of the model holds, as from ``pieces_of``.
+        spans: What a checkpoint of the model holds, as from ``spans_of``.
 
     Raises:
         ValueError: If a stack lacks a part, or parts of it are quantized and others are not.
     """
 
-    def __init__(
-        self, files: CheckpointReader, encoding: Encoding, pieces: dict[str, Piece]
-    ) -> None:
+    def __init__(self, files: CheckpointReader, encoding: Encoding, spans: dict[str, Span]) -> None:
         self._files, self.metadata = files, dict(files.metadata)
         self._parts: dict[str, list[str]] = {}
         present = files.names()
-        self._whole_stacks = self._find_whole_stacks(present, encoding, pieces)
+        self._whole_stacks = self._find_whole_stacks(present, encoding, spans)
         keys = {*encoding.shapes(0, 0)}
-        layers = {stored.removesuffix(".weight"): piece for stored, piece in pieces.items()}
+        layers = {stored.removesuffix(".weight"): span for stored, span in spans.items()}
         # Of each stack: its tensors, by name and by the first row that each part has.
         stacks: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
         for name in sorted(present):  # files list their tensors in no particular order
             layer, _, key = name.rpartition(".")
             is_quantized = key in keys and any(f"{layer}.{k}" in present for k in keys - {"weight"})
-            piece = layers.get(layer) if is_quantized else pieces.get(name)
-            target = name if piece is None else piece.name
-            if piece is not None and is_quantized:
-                target = f"{piece.name.removesuffix('.weight')}.{key}"
-            if piece is None or piece.rows is None:
+            span = layers.get(layer) if is_quantized else spans.get(name)
+            target = name if span is None else span.name
+            if span is not None and is_quantized:
+                target = f"{span.name.removesuffix('.weight')}.{key}"
+            if span is None or span.rows is None:
                 self._parts[target] = [name]
             else:
-                stacks[piece.name][target][piece.rows[0]] = name
+                stacks[span.name][target][span.rows[0]] = name
         for stack, tensors in stacks.items():
-            rows = {p.rows[0]: name for name, p in pieces.items() if p.rows and p.name == stack}
+            rows = {p.rows[0]: name for name, p in spans.items() if p.rows and p.name == stack}
             for target, found in tensors.items():
                 if missing := sorted(rows.keys() - found.keys()):
                     raise ValueError(
@@ -66,7 +64,7 @@ class NamedTensors:
                 self.metadata[f"{stack.removesuffix('.weight')}.weight.amax"] = amaxes.pop()
 
     def _find_whole_stacks(
-        self, present: set[str], encoding: Encoding, pieces: dict[str, Piece]
+        self, present: set[str], encoding: Encoding, spans: dict[str, Span]
     ) -> set[str]:
         """Take quantized stacks that are stored as they are out of ``present``."""
         end, whole = encoding.stacked.get(encoding.scale, ""), set()
@@ -77,7 +75,7 @@ class NamedTensors:
                 continue
             if all(len(self._files.shape(part)) > 2 for part in stored.values()):
                 present -= {*stored.values()}
-                target = pieces[stack].name if stack in pieces else stack
+                target = spans[stack].name if stack in spans else stack
                 self._parts |= {f"{target}.{key}": [part] for key, part in stored.items()}
                 whole |= {f"{target}.{key}" for key in stored}
         return whole

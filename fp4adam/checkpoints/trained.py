@@ -7,13 +7,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fp4adam.checkpoints.folder import Entry
-from fp4adam.checkpoints.hub_names import Piece, pieces_of
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout
-from fp4adam.checkpoints.model_state import model_state, plain_name, unwrapped
+from fp4adam.checkpoints.model_state import Span, model_state, plain_name, spans_of, unwrapped
 from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.nn.candidates import check_module
-from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks
 
@@ -29,7 +27,7 @@ class Trained(NamedTuple):
         quantized: Of these the quantized ones, a shard where they are sharded.
         layout: The layout.
         encoding: How it stores the quantized ones.
-        pieces: What a checkpoint stores, by its names: stacked experts one by one.
+        spans: What a checkpoint stores, by its names: stacked experts one by one.
     """
 
     model: nn.Module
@@ -37,32 +35,31 @@ class Trained(NamedTuple):
     quantized: dict[str, QuantizedTensor]
     layout: Layout
     encoding: Encoding
-    pieces: dict[str, Piece]
+    spans: dict[str, Span]
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
         """Check that ``layout`` can hold a model; raises ValueError if not."""
         model, weights = tensors_of(model)
-        quantized = {
-            n: local(w) for n, w in weights.items() if isinstance(local(w), QuantizedTensor)
-        }
+        shards = {name: local(weight) for name, weight in weights.items()}
+        quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
         encoding = _encoding_for(layout, quantized)
         linear = [
             plain_name(f"{name}.weight")
             for name, layer in model.named_modules(remove_duplicate=False)
             if isinstance(layer, nn.Linear)
         ]
-        pieces = pieces_of(model, weights)
-        for piece in pieces.values():
-            if piece.name in quantized and layout.keeps_stacks:
-                _check_whole_stack(piece, quantized[piece.name])
-            elif piece.name in quantized:
-                _check_whole_linear(piece, quantized[piece.name], linear, encoding)
-        return cls(model, weights, quantized, layout, encoding, pieces)
+        spans = spans_of(model, weights)
+        for span in spans.values():
+            if span.name in quantized and layout.keeps_stacks:
+                _check_whole_stack(span, quantized[span.name])
+            elif span.name in quantized:
+                _check_whole_linear(span, quantized[span.name], linear, encoding)
+        return cls(model, weights, quantized, layout, encoding, spans)
 
     def entries(self) -> Iterator[Entry]:
         """What each weight is stored as, on its device; gathers one after the other."""
-        stored = stored_pieces(self.pieces)
+        stored = stored_spans(self.spans)
         for name, weight in self.weights.items():
             whole = gathered(weight)
             if isinstance(whole, QuantizedTensor):
@@ -74,7 +71,9 @@ class Trained(NamedTuple):
         self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
     ) -> Iterator[Entry]:
         try:
-            encoded = self.encoding.encode(weight.flush()._alias(flat_shape(weight.shape)))
+            cols = weight.shape[-1]
+            matrix = weight._alias((weight.numel() // cols, cols))
+            encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         metadata = {}
@@ -91,11 +90,11 @@ class Trained(NamedTuple):
             yield Entry(tensors, metadata)
 
 
-def stored_pieces(pieces: dict[str, Piece]) -> dict[str, list[tuple[str, Rows]]]:
+def stored_spans(spans: dict[str, Span]) -> dict[str, list[tuple[str, Rows]]]:
     """Per tensor of a model: the names it is stored under, with the rows of each."""
     stored = defaultdict(list)
-    for name, piece in pieces.items():
-        stored[piece.name].append((name, piece.rows))
+    for name, span in spans.items():
+        stored[span.name].append((name, span.rows))
     return stored
 
 
@@ -120,7 +119,7 @@ def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
         "merge them first: model = model.merge_and_unload(), or save them alone with "
         "save_pretrained",
     )
-    state = model_state(model).tensors
+    state, _ = model_state(model)
     for name, value in state.items():
         if value.is_meta:
             raise ValueError(
@@ -149,21 +148,21 @@ def _first_named(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
     """How ``layout`` stores the quantized weights of a model."""
-    known = {encoding.quantizer_class: encoding for encoding in layout.encodings}
-    held = ", ".join(kind.tensor_class.__name__ for kind in known)
+    held = ", ".join(e.quantizer_class.tensor_class.__name__ for e in layout.encodings)
     if not quantized:
         raise ValueError(
             f"model must have weights in {held} for layout {layout.name!r}, got none that are "
             "quantized; call quantize_model, or export_masters"
         )
-    first, encoding = next(iter(quantized)), None
+    first = next(iter(quantized))
     for name, weight in quantized.items():
         quantizer = weight.quantizer
-        if type(quantizer) not in known:
-            others = [n for n, x in LAYOUTS.items() for e in x.encodings if _fits(e, weight)]
-            cure = "no layout has this format; call export_masters"
-            if others:
-                cure = f"use layout={' or '.join(map(repr, others))}"
+        encoding = layout.encoding_of(quantizer)
+        if encoding is None:
+            others = [repr(x.name) for x in LAYOUTS.values() if x.encoding_of(quantizer)]
+            cure = f"use layout={' or '.join(others)}"
+            if not others:
+                cure = "no layout has this format; call export_masters"
             raise ValueError(
                 f"weights must be in {held} for layout {layout.name!r}, got {name!r} in "
                 f"{type(weight).__name__}; {cure}"
@@ -174,7 +173,6 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
                 f"{type(quantized[first]).__name__} and {name!r} in {type(weight).__name__}; "
                 "quantize all of them alike"
             )
-        encoding = known[type(quantizer)]
         if problem := encoding.refusal(quantizer):
             raise ValueError(
                 f"{name!r} must suit layout {layout.name!r}, got {quantizer}; {problem}"
@@ -182,15 +180,11 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
     return encoding
 
 
-def _fits(encoding: Encoding, weight: QuantizedTensor) -> bool:
-    return encoding.quantizer_class is type(weight.quantizer)
-
-
 def _check_whole_linear(
-    piece: Piece, weight: QuantizedTensor, linear: list[str], encoding: Encoding
+    span: Span, weight: QuantizedTensor, linear: list[str], encoding: Encoding
 ) -> None:
-    """Raise ValueError unless ``piece`` of a quantized weight is one that layouts can hold."""
-    name, rows_of_it = piece
+    """Raise ValueError unless ``span`` of a quantized weight is one that layouts can hold."""
+    name, rows_of_it = span
     if rows_of_it is None and name not in linear:
         raise ValueError(
             f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
@@ -208,12 +202,12 @@ def _check_whole_linear(
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 
-def _check_whole_stack(piece: Piece, weight: QuantizedTensor) -> None:
-    """Raise ValueError unless ``piece`` is a stack that layouts of whole stacks can hold."""
-    if piece.rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
+def _check_whole_stack(span: Span, weight: QuantizedTensor) -> None:
+    """Raise ValueError unless ``span`` is a stack that layouts of whole stacks can hold."""
+    if span.rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
         raise ValueError(
             "quantized weights must be whole stacks of experts for layout 'mxfp4', as gpt-oss has "
-            f"them, got {piece.name!r}; leave it in high precision (filter=...), or use layout "
+            f"them, got {span.name!r}; leave it in high precision (filter=...), or use layout "
             "'compressed-tensors'"
         )
 

@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from fp4adam.checkpoints.layouts import find_layout
 from fp4adam.checkpoints.trained import Trained
 from fp4adam.distributed.dtensor import is_dtensor
 
-_ALL = -1  # count of a tensor that is sent whole
 _UNIT = 16  # bytes that are compared and sent together
 
 
@@ -22,30 +21,23 @@ class UpdateLost(RuntimeError):
     """An update that does not follow the last one that was applied; ask for a full one."""
 
 
-class Part(NamedTuple):
+class Change(NamedTuple):
     """What an update says about a tensor of the engine.
 
     Attributes:
-        name: The engine's name for it.
+        name: The name that a checkpoint has for it.
         dtype: Its dtype, such as "uint8".
         shape: Its shape.
-        count: The number of its units that have changed; -1 if it is sent whole.
+        positions: int32, the units of 16 bytes that have changed; None if it is sent whole. Units
+            are smaller where a tensor does not consist of 16 bytes each.
+        data: uint8, the bytes of these units.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="meta").nbytes
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a unit: 16, or fewer for a tensor that does not consist of 16 bytes each."""
-        return math.gcd(self.nbytes, _UNIT)
+    positions: Tensor | None
+    data: Tensor
 
 
 class WeightUpdate(NamedTuple):
@@ -55,16 +47,12 @@ class WeightUpdate(NamedTuple):
         id: A random number.
         follows: That of the sender's update before; None for a full update, which any receiver can
             apply.
-        parts: The tensors that have changed; all of them in a full update.
-        positions: int32, the changed units of these, one tensor after the other.
-        payload: uint8, per tensor the bytes of these units, or all of them.
+        changes: The tensors that have changed; all of them in a full update.
     """
 
     id: int
     follows: int | None
-    parts: tuple[Part, ...]
-    positions: Tensor
-    payload: Tensor
+    changes: tuple[Change, ...]
 
     @property
     def is_full(self) -> bool:
@@ -73,22 +61,25 @@ class WeightUpdate(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of positions and payload."""
-        return self.positions.nbytes + self.payload.nbytes
+        """Bytes of positions and data."""
+        return sum(x.nbytes for c in self.changes for x in (c.positions, c.data) if x is not None)
 
     def pack(self) -> Tensor:
         """The update as one tensor to be sent: uint8, on the device of the weights.
 
         The host reads all of it for its CRC-32.
         """
-        header = json.dumps([*self[:3], self.positions.numel()]).encode()
-        head = torch.frombuffer(
-            bytearray(len(header).to_bytes(4, "little") + header), dtype=torch.uint8
-        )
-        tensors = self.positions.view(torch.uint8), self.payload
-        body = torch.cat([head.to(self.payload.device), *tensors])
+        counts = [-1 if c.positions is None else c.positions.numel() for c in self.changes]
+        listed = [(*c[:3], count) for c, count in zip(self.changes, counts, strict=True)]
+        header = json.dumps([self.id, self.follows, listed]).encode()
+        found = [c.positions.view(torch.uint8) for c in self.changes if c.positions is not None]
+        tensors = [*found, *(c.data for c in self.changes)]
+        head = len(header).to_bytes(4, "little") + header
+        device = tensors[0].device if tensors else torch.device("cpu")
+        parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors]
+        body = torch.cat([part.to(device) for part in parts])
         crc = torch.frombuffer(bytearray(_crc(body)), dtype=torch.uint8)
-        return torch.cat([crc.to(body.device), body])
+        return torch.cat([crc.to(device), body])
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "WeightUpdate":
@@ -98,16 +89,34 @@ class WeightUpdate(NamedTuple):
             ValueError: If it is none, or has other bytes than were packed.
         """
         crc, body = packed[:4], packed[4:]
-        if packed.dtype != torch.uint8 or crc.cpu().numpy().tobytes() != _crc(body):
+        if packed.dtype != torch.uint8 or _bytes_of(crc) != _crc(body):
             raise ValueError(
                 "packed must be what pack() has returned, uint8, got a tensor with another "
                 "checksum; send it again, or export_changes(full=True)"
             )
-        begin = 4 + int.from_bytes(body[:4].cpu().numpy().tobytes(), "little")
-        *ids, parts, n = json.loads(body[4:begin].cpu().numpy().tobytes())
-        parts = tuple(Part(name, dtype, tuple(shape), count) for name, dtype, shape, count in parts)
-        end = begin + 4 * n
-        return cls(*ids, parts, body[begin:end].clone().view(torch.int32), body[end:])  # aligned
+        begin = 4 + int.from_bytes(_bytes_of(body[:4]), "little")
+        number, follows, listed = json.loads(_bytes_of(body[4:begin]))
+        counts = [count for *_, count in listed]
+        sizes = [4 * count for count in counts if count >= 0]
+        for _, dtype, shape, count in listed:
+            nbytes = _nbytes(dtype, shape)
+            sizes.append(nbytes if count < 0 else count * math.gcd(nbytes, _UNIT))
+        parts = iter(body[begin:].split(sizes))
+        # Copied, and so aligned.
+        positions = [None if n < 0 else next(parts).clone().view(torch.int32) for n in counts]
+        changes = (
+            Change(name, dtype, tuple(shape), where, next(parts))
+            for (name, dtype, shape, _), where in zip(listed, positions, strict=True)
+        )
+        return cls(number, follows, tuple(changes))
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def _crc(body: Tensor) -> bytes:
@@ -145,7 +154,7 @@ class WeightSender:
         device: torch.device | str | None = None,
     ) -> None:
         self._model, self._layout, self._device = model, find_layout(layout), device
-        self._sent: dict[str, tuple[Part, Tensor]] = {}
+        self._sent: dict[tuple, Tensor] = {}  # bytes by name, dtype and shape
         self._structure: tuple | None = None
         self._id: int | None = None  # of the last update; None: the next one has to be full
         Trained.of(model, self._layout)
@@ -161,57 +170,41 @@ class WeightSender:
             The update; None on all ranks but the first if weights are DTensors.
         """
         trained = Trained.of(self._model, self._layout)
-        structure = trained.encoding, trained.pieces, {*trained.quantized}
+        structure = trained.encoding, trained.spans, {*trained.quantized}
         follows = self._id if structure == self._structure and not full else None
         if follows is None:
             self._sent.clear()
         self._id, self._structure = None, structure
-        sends = _is_first_rank(trained)
-        parts, positions, payload = [], [], []
+        sends, changes = _is_first_rank(trained), []
         for name, tensor in (i for entry in trained.entries() for i in entry.tensors.items()):
-            found = self._compare(name, tensor) if sends else None
-            if found is not None:
-                parts.append(found[0])
-                positions.append(found[1])
-                payload.append(found[2])
+            if sends and (change := self._change(name, tensor)) is not None:
+                changes.append(change)
         if not sends:
             return None
         self._id = secrets.randbits(62)
-        device = next(iter(trained.weights.values())).device
-        return WeightUpdate(
-            self._id,
-            follows,
-            tuple(parts),
-            torch.cat([torch.empty(0, dtype=torch.int32, device=device), *_on(device, positions)]),
-            torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *_on(device, payload)]),
-        )
+        return WeightUpdate(self._id, follows, tuple(changes))
 
-    def _compare(self, name: str, tensor: Tensor) -> tuple[Part, Tensor, Tensor] | None:
-        """The changed units of a tensor and their bytes, which are kept; None if it is as sent."""
+    def _change(self, name: str, tensor: Tensor) -> Change | None:
+        """The changed units of a tensor, whose bytes are kept; None if it is as it was sent."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        whole = Part(name, dtype, tuple(tensor.shape), _ALL)
-        part, sent = self._sent.get(name, (None, raw))
-        if part != whole:
-            self._sent[name] = whole, raw.to(self._device or raw.device, copy=True)
-            return whole, raw.new_empty(0, dtype=torch.int32), raw
-        units = raw.view(raw.numel() // whole.unit, whole.unit)
+        key = name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        sent = self._sent.get(key)
+        if sent is None:
+            self._sent[key] = raw.to(self._device or raw.device, copy=True)
+            return Change(*key, None, raw.clone())
+        unit = math.gcd(raw.numel(), _UNIT)
+        units = raw.view(raw.numel() // unit, unit)
         positions = (units != sent.to(raw.device).view_as(units)).any(1).nonzero().view(-1)
         if not positions.numel():
             return None
         sent.copy_(raw)
-        changed = whole._replace(count=positions.numel())
-        return changed, positions.int(), units[positions].view(-1)
+        return Change(*key, positions.int(), units[positions].view(-1))
 
 
 def _is_first_rank(trained: Trained) -> bool:
     """True on the rank that sends: the first one of the meshes of all weights."""
     meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
     return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
-
-
-def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to(device) for tensor in tensors]
 
 
 class WeightReceiver:
@@ -246,50 +239,36 @@ class WeightReceiver:
         Raises:
             UpdateLost: If an update before this one is missing, or this one is not full and of
                 another sender. Ask for ``sender.export_changes(full=True)`` then.
-            ValueError: If the update is damaged, or tensors do not have its dtypes and shapes.
+            ValueError: If tensors do not have its dtypes and shapes.
         """
         if not update.is_full and self._last != update.follows:
             raise UpdateLost(
                 "update must follow the last one that was applied, got one that follows another: "
                 "one was lost, or it is of another sender; apply sender.export_changes(full=True)"
             )
-        spans = _spans(update)
-        targets = {part.name: self._target(part, update.payload.device) for part in update.parts}
-        for part, positions, raw in spans:
-            target = targets[part.name].view(-1).view(torch.uint8)
-            raw = raw.to(target.device)
-            if part.count == _ALL:
-                target.copy_(raw)
+        targets = {change.name: self._target(change) for change in update.changes}
+        for name, _, _, positions, data in update.changes:
+            target = targets[name].view(-1).view(torch.uint8)
+            data = data.to(target.device)
+            if positions is None:
+                target.copy_(data)
             else:
-                index = positions.to(target.device).long()
-                target.view(-1, part.unit)[index] = raw.view(-1, part.unit)
+                units = target.view(-1, math.gcd(target.numel(), _UNIT))
+                units[positions.to(target.device).long()] = data.view(len(positions), -1)
         self.tensors = targets if update.is_full else {**self.tensors, **targets}
         self._last = update.id
         return [*targets]
 
-    def _target(self, part: Part, device: torch.device) -> Tensor:
-        """The tensor that a part is written to: the engine's own, or a new one."""
-        dtype, known = getattr(torch, part.dtype), self.tensors.get(part.name)
-        fits = known is not None and (known.dtype, known.shape) == (dtype, part.shape)
+    def _target(self, change: Change) -> Tensor:
+        """The tensor that a change is written to: the engine's own, or a new one."""
+        dtype, known = getattr(torch, change.dtype), self.tensors.get(change.name)
+        fits = known is not None and (known.dtype, known.shape) == (dtype, change.shape)
         if fits and known.is_contiguous():
             return known
-        if self._is_given or part.count != _ALL:
+        if self._is_given or change.positions is not None:
             found = "none" if known is None else f"{known.dtype} {tuple(known.shape)}"
             raise ValueError(
-                f"tensors must have {part.name!r}, contiguous {dtype} {part.shape}, got {found}; "
-                "pass the engine's tensors, or none to have them made"
+                f"tensors must have {change.name!r}, contiguous {dtype} {change.shape}, got "
+                f"{found}; pass the engine's tensors, or none to have them made"
             )
-        return torch.empty(part.shape, dtype=dtype, device=self._device or device)
-
-
-def _spans(update: WeightUpdate) -> list[tuple[Part, Tensor, Tensor]]:
-    """Per tensor its changed units and their bytes."""
-    counts = [max(part.count, 0) for part in update.parts]
-    sizes = [p.nbytes if p.count == _ALL else p.count * p.unit for p in update.parts]
-    if (sum(counts), sum(sizes)) != (update.positions.numel(), update.payload.numel()):
-        raise ValueError(
-            f"update must have {sum(sizes)} bytes for {sum(counts)} units, got "
-            f"{update.payload.numel()} for {update.positions.numel()}; send it again"
-        )
-    parts = update.positions.split(counts), update.payload.split(sizes)
-    return [*zip(update.parts, *parts, strict=True)]
+        return torch.empty(change.shape, dtype=dtype, device=self._device or change.data.device)

@@ -63,7 +63,7 @@ class SpanCast:
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
         outs = [None] * len(self._spans) if outs is None else outs
-        weights = [one.weight.flush() for one in self._spans]  # later it would overwrite them
+        weights = [one.weight for one in self._spans]  # later it would overwrite them
         if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
@@ -222,8 +222,7 @@ class PartialCast(SpanCast):
             if out is None:
                 continue
             is_pair, is_square = isinstance(out, tuple | list), one.layout.is_square
-            fits = len(out) == 2 and not (is_square and out[1]) if is_pair else is_square
-            if not fits:
+            if (len(out) != 2 or (is_square and out[1] is not None)) if is_pair else not is_square:
                 raise ValueError(
                     f"{name}[{i}] must be one tensor, or for MXFP8 a pair (rowwise, columnwise), "
                     f"got a {type(out).__name__} for {type(one.weight).__name__}; columnwise codes "

@@ -2,19 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4adam.distributed.cast_span import CastSpan, Out
-from fp4adam.kernels import partial_cast
+from fp4adam.kernels import cast
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.launch import launch_all
-from fp4adam.kernels.launch.schema import table_row
+from fp4adam.kernels.launch.schema import CAST, table_row
 from fp4adam.kernels.launch.tile_lists import Region
-from fp4adam.kernels.partial_cast import SCALES, TILES
-from fp4adam.tensors.layout import ScaleRule
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import gemm_scale_launches
 
@@ -24,20 +22,9 @@ ALIGNMENT = 16  # in bytes, of everything that an unmasked tile reads and writes
 class _Key(NamedTuple):
     """What spans of one launch have in common; ``value_dtype`` is None where no value is read."""
 
-    format: str
+    quantizer: Quantizer
     value_dtype: torch.dtype | None
     write_dtype: torch.dtype
-    usages: tuple[str, ...]
-    rule: ScaleRule
-
-    @property
-    def of_values(self) -> dict[str, Any]:
-        directions = {usage: usage in self.usages for usage in ("rowwise", "columnwise")}
-        return dict(value_dtype=self.value_dtype, **directions)
-
-    @property
-    def of_scales(self) -> dict[str, Any]:
-        return dict(format=self.format, write_dtype=self.write_dtype, **self.rule._asdict())
 
 
 class CastLaunches:
@@ -58,14 +45,15 @@ class CastLaunches:
         device: torch.device,
     ) -> None:
         fields = [*map(_fields, spans, values, outs)]
-        self._table = table = tile_lists.table([table_row(**each) for each in fields], device)
+        self._table = table = tile_lists.table([table_row(CAST, **each) for each in fields], device)
         self._measures, self._writes = [], []
         for key, chunks in _chunks(spans, device):
-            self._writes.append(partial_cast.write_scales(table, chunks, **key.of_scales))
-        for key, tiles in _tiles(spans, values, fields, device):
-            kind = dict(format=key.format, write_dtype=key.write_dtype)
-            self._measures += partial_cast.measure(table, tiles, **kind, **key.of_values)
-            self._writes += partial_cast.write_codes(table, tiles, **key.of_scales, **key.of_values)
+            layout = key.quantizer.layout
+            self._writes.append(cast.write_scales(table, chunks, layout, key.write_dtype))
+        for (quantizer, *dtypes), tiles in _tiles(spans, values, fields, device):
+            given = table, tiles, quantizer.layout, *dtypes
+            self._measures += cast.measure_spans(*given)
+            self._writes += cast.write_codes(*given)
         self._writes += gemm_scale_launches([one.weight for one in spans])
         histories: dict[Quantizer, list[CastSpan]] = defaultdict(list)
         for one in spans:
@@ -88,9 +76,7 @@ class CastLaunches:
 
 
 def _key(one: CastSpan, value_dtype: torch.dtype | None) -> _Key:
-    layout = one.layout
-    name = one.weight.quantizer.name
-    return _Key(name, value_dtype, one.dtype, tuple(layout.blocks), layout.scale_rule)
+    return _Key(one.weight.quantizer, value_dtype, one.dtype)
 
 
 def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
@@ -124,20 +110,21 @@ def _tiles(
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
     return [
-        (key, [tile_lists.tile_list(part, _tile(key.format), device) for part in lists])
+        (
+            key,
+            [
+                tile_lists.tile_list(part, cast.span_tile(key.quantizer.layout), device)
+                for part in lists
+            ],
+        )
         for key, lists in regions.items()
     ]
-
-
-def _tile(format: str) -> tuple[int, int]:
-    tile, _ = TILES[format]
-    return tile.rows * tile.loop, tile.cols
 
 
 def _regions(i: int, one: CastSpan, row: dict[str, int]) -> tuple[list[Region], list[Region]]:
     """The regions for unmasked tiles, and the regions for masked tiles."""
     (_, cols), start, stop = one.span
-    height, width = _tile(one.weight.quantizer.name)
+    height, width = cast.span_tile(one.layout)
     strip = height * cols
     top, bottom = start // strip * height, -(-stop // strip) * height
     inner_top, inner_bottom = -(-start // strip) * height, stop // strip * height
@@ -154,7 +141,7 @@ def _regions(i: int, one: CastSpan, row: dict[str, int]) -> tuple[list[Region], 
 
 
 def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Key, Tensor]]:
-    """By key, lists of blocks in chunks of SCALES."""
+    """By key, lists of blocks in chunks of ``cast.SCALES``."""
     regions: dict[_Key, list[Region]] = defaultdict(list)
     for i, one in enumerate(spans):
         if one.layout.tensor_scale == "delayed":
@@ -166,5 +153,6 @@ def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Key,
             columnwise = int(usage == "columnwise")
             listed.append((i, 0, grid.numel(), columnwise, columnwise + 1))
     return [
-        (key, tile_lists.tile_list(listed, (SCALES, 1), device)) for key, listed in regions.items()
+        (key, tile_lists.tile_list(listed, (cast.SCALES, 1), device))
+        for key, listed in regions.items()
     ]

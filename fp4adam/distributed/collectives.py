@@ -93,7 +93,7 @@ def _format_hash(tensor: Tensor) -> int:
 
 def _sent_tensors(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
     """The plain tensors that a sender broadcasts."""
-    part = rows.own_blocks(tensor.flush())
+    part = rows.own_blocks(tensor)
     parts = [*part.storage_tensors().values()]
     if init_dtype is not None:
         value = tensor._high_precision_init_val

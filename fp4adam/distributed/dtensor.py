@@ -6,6 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4adam.interop.adapter import unwrapped
+
 
 def dtensor_class() -> type | tuple[()]:
     """The class DTensor for ``isinstance``, or () as long as no DTensor can exist.
@@ -22,10 +24,11 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """The local tensor of a DTensor; anything else is returned as it is."""
+    """The local tensor of a DTensor, without a wrapper of :func:`unwrapped`; else itself."""
     # dtensor_class() inlined, because this runs for every gradient in every step.
     module = sys.modules.get("torch.distributed.tensor")
-    return tensor._local_tensor if isinstance(tensor, getattr(module, "DTensor", ())) else tensor
+    is_sharded = isinstance(tensor, getattr(module, "DTensor", ()))
+    return unwrapped(tensor._local_tensor if is_sharded else tensor)
 
 
 def like(param: Tensor, value: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def _quantized(
     tensors = [
         borrowed[i].tensor
         if i in borrowed
-        else weight.flush()._alias()
+        else weight._alias()
         if isinstance(weight, QuantizedTensor)
         else weight
         for i, weight in enumerate(weights)

@@ -31,7 +31,7 @@ class Float8Tensor(Float8Names, QuantizedTensor):
     @property
     def scale(self) -> Tensor:
         """The factor that values were multiplied by before rounding, float32 [1]."""
-        return self.quantizer.encode_scale(self.flush()._amax)
+        return self.quantizer.encode_scale(self._amax)
 
     @property
     def amax_history(self) -> Tensor | None:
@@ -40,7 +40,7 @@ class Float8Tensor(Float8Names, QuantizedTensor):
         The order of the others is Transformer Engine's: entry -1 is the one before, entry 1 the
         oldest.
         """
-        return self.flush()._amax_history
+        return self._amax_history
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     margin: int = 0
 
     tensor_class = Float8Tensor
-    name = kernels = "float8"
+    name = "float8"
+    kernels = True
     largest_value = minifloat.E4M3_MAX
 
     def __post_init__(self) -> None:

@@ -47,7 +47,8 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
-    name = kernels = "float8_block"
+    name = "float8_block"
+    kernels = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,7 +45,8 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
     scale_rounding: Literal["floor", "even", "up"] = "even"
 
     tensor_class = MXFP4Tensor
-    name = kernels = "mxfp4"
+    name = "mxfp4"
+    kernels = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,7 +48,7 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
     two_dimensional: bool = False
 
     tensor_class = MXFP8Tensor
-    kernels = "mxfp8"
+    kernels = True
 
     @property
     def name(self) -> str:

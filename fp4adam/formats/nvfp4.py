@@ -31,12 +31,12 @@ class NVFP4Tensor(QuantizedTensor):
     @property
     def amax_rowwise(self) -> Tensor | None:
         """The amax that the values were quantized with, float32 [1]; None without rowwise usage."""
-        return self.flush()._amax if self.quantizer.rowwise else None
+        return self._amax if self.quantizer.rowwise else None
 
     @property
     def amax_columnwise(self) -> Tensor | None:
         """Equal to ``amax_rowwise``; None without columnwise usage."""
-        return self.flush()._amax if self.quantizer.columnwise else None
+        return self._amax if self.quantizer.columnwise else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,8 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
-    name = kernels = "nvfp4"
+    name = "nvfp4"
+    kernels = True
     largest_value = LARGEST
 
     def full_layout(self) -> Layout:

@@ -3,7 +3,8 @@
 Adapters are found by the full name of a tensor's class, so no package is imported for them.
 """
 
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -158,6 +159,25 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
 def class_name(tensor_class: type) -> str:
     """The name that a class is registered under."""
     return f"{tensor_class.__module__}.{tensor_class.__qualname__}"
+
+
+# Subclasses that hold a plain weight and quantize it in the forward pass alone, and its attribute.
+_WRAPPERS = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    "torchao.prototype.moe_training.tensor.TrainingWeightWrapperBaseTensor": "_data",
+}
+
+
+@functools.cache
+def _inner_of(tensor_class: type) -> str | None:
+    found = (_WRAPPERS.get(class_name(base)) for base in tensor_class.__mro__)
+    return next((name for name in found if name is not None), None)
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The plain tensor that a wrapper of another package holds; anything else itself."""
+    name = _inner_of(type(tensor))
+    return tensor if name is None else getattr(tensor, name)
 
 
 def is_foreign(tensor: Tensor) -> bool:

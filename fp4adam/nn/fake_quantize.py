@@ -11,7 +11,6 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import backend
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
@@ -73,14 +72,14 @@ def _fake_quantize(
 ) -> Tensor:
     if not x.numel():
         return torch.empty_like(x)
-    if backend.uses_kernels(x.device):
-        from fp4adam.kernels import fake_quantize as kernels
-
-        return kernels.fake_quantize(x, weight_format, force_pow_2_scales, amax_epsilon)
     quantizer = ACTIVATIONS[weight_format]
     if quantizer.layout.scale_rule[:2] != (force_pow_2_scales, amax_epsilon):
         options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
         quantizer = dataclasses.replace(quantizer, **options)
+    if quantizer.uses_kernels(x.device):
+        from fp4adam.kernels import cast
+
+        return cast.fake_quantize(x, quantizer.layout)
     rows = x.shape[0]
     # Rows of zeros change no scale.
     missing = -rows % quantizer.layout.multiple

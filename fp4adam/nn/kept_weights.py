@@ -56,7 +56,7 @@ def keep(weight: QuantizedTensor, name: object, make: Callable[[], Any]) -> Any:
     kept = None if torch.compiler.is_compiling() else _kept
     if kept is None:
         return make()
-    shared = weight.flush()._shared  # else to make it would count as a write
+    shared = weight._shared  # else to make it would count as a write
     if any(map(torch.Tensor.is_inference, shared.tensors.present)):
         return make()  # they have no versions
     mark = Mark.of(weight)

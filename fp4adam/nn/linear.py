@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4adam.nn.fake_quantize import fake_quantize
-from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.kept_weights import keep
 from fp4adam.nn.operand import (
     Operand,
@@ -18,7 +17,7 @@ from fp4adam.nn.operand import (
     quantize,
     weight_operand,
 )
-from fp4adam.nn.scaled_matmul import matmul, without_padding
+from fp4adam.nn.scaled_matmul import matmul, runs_natively, without_padding
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
@@ -77,8 +76,8 @@ class _ScaledLinear(torch.autograd.Function):
             tokens = x.reshape(-1, x.shape[-1])
             rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = weight_operand(weight, "rowwise")
-            y = matmul(rows, of_weight, x.dtype, ctx.native)
-            y = without_padding(y, (*x.shape[:-1], weight.shape[0]))
+            y = matmul(rows, of_weight, quantizer, x.dtype, ctx.native, is_forward=True)
+            y = without_padding(y, quantizer, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:
             y = F.linear(x, dequantized(weight, x.dtype, None), bias)
@@ -101,13 +100,13 @@ class _ScaledLinear(torch.autograd.Function):
             along, across = quantize(rows, ctx.quantizer, *wanted, is_gradient=True)
         if row_codes:
             of_weight = weight_operand(weight, "columnwise")
-            grad_x = matmul(along, of_weight, grad.dtype, ctx.native)
+            grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype, ctx.native)
             grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
         elif ctx.needs_input_grad[0]:
             grad_x = grad @ dequantized(weight, grad.dtype, grad)
         if ctx.weight_of_codes:
-            of_x = Operand(x, scales, across.kind, amax)
-            grad_weight = matmul(across, of_x, grad.dtype, ctx.native)
+            of_x = Operand(x, scales, amax)
+            grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype, ctx.native)
         elif ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
         if grad_weight is not None:

@@ -1,87 +1,109 @@
 """Operands of quantized matmuls, made from activations, gradients and weights.
 
-A class per format has all that differs between formats; ``FORMATS`` lists them. Code that makes or
-multiplies operands asks that class, and knows no format.
+A class per format has all that differs between formats; ``FORMATS`` lists them. Casts of
+activations and gradients are plain operators that ``torch.compile`` fuses with what is around them;
+eager code on a GPU takes the kernels of the formats instead, which give the same bits.
 """
 
-import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import float8_block, nvfp4_gradients
+from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.nn.hardware import check_shape
 from fp4adam.nn.kept_weights import keep
-from fp4adam.tensors import backend, rows
-from fp4adam.tensors.backend import runs_eagerly
+from fp4adam.tensors import backend, minifloat, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
-from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.swizzle import swizzle_padded, unswizzle_scales
+from fp4adam.tensors.swizzle import row_by_row, swizzle_padded
 from fp4adam.tensors.transpose import transposed_codes
 
-# Tokens are padded with zeros to a multiple of this: blocks of a weight gradient lie along them,
-# scales come in tiles of as many rows, and the units multiply as many at a time.
-TOKENS = 128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The largest value of both is 1.75 times 2 to the power of this.
+_EXPONENTS = {E4M3: 8, E5M2: 15}
+_INFINITY = 0x7F800000
+_SCALING, _ORDER = F.ScalingType, F.SwizzleType
+# Codes and scales in torch's dtypes, their blocks, and the orders of scales.
+ForTorch = tuple[Tensor, list[Tensor], list, list]
 
 
 class Operand(NamedTuple):
     """One side of a product, contracted along the last dimension of its codes.
 
     Attributes:
-        codes: uint8, contiguous: [rows, k] of E4M3, or [rows, k / 2] of packed E2M1.
-        scales: As the GEMM reads them. "float8_block": float32 [k / 128, rows]; its weights with
-            square blocks, "float8_block_2d": float32 [rows / 128, k / 128 to 4]; "mxfp8" and
-            "nvfp4": uint8 [rows to 128, blocks to 4] in tiles (``swizzle_scales``).
-        kind: One of these four, a string so that operators of ``torch.library`` can take it.
+        codes: [rows, k] of E4M3 or E5M2, contiguous, or uint8 [rows, k / 2] of packed E2M1.
+        scales: What codes are multiplied by, as the GEMM reads it. Float8: float32 [1].
+            Float8Block: float32 [k / 128, rows]; weights with square blocks [rows / 128, k / 128 to
+            4]. MXFP8 and NVFP4: uint8 [rows to 128, blocks to 4] in tiles (``swizzle_scales``).
         amax: float32 [1] of NVFP4: 2688 times what multiplies codes and block scales.
     """
 
     codes: Tensor
     scales: Tensor
-    kind: str
     amax: Tensor | None = None
 
 
-_ROWS = True, False  # the directions of an operand along rows alone
-
-# Codes and scales in torch's dtypes, their blocks, and the orders of scales.
-ForTorch = tuple[Tensor, list[Tensor], list, list]
-
-
 class OperandFormat:
-    """The operands of one format: the operators that make them, and how torch reads them.
+    """The operands of one format.
 
     Attributes:
-        kinds: Those of its operands; activations and gradients are of the first one.
+        capability: The first compute capability whose GPUs multiply them.
+        is_only: Whether later ones do not.
+        multiple: Both sides of a weight must be multiples of it.
+        tokens: Tokens are padded with zeros to a multiple of it.
         has_weight_gradient: Whether it has codes with blocks along the tokens, transposed.
         is_swizzled: Whether the scales of weights lie in another order for GEMMs.
     """
 
-    kinds: ClassVar[tuple[str, ...]]
-    has_weight_gradient: ClassVar[bool] = False
-    is_swizzled: ClassVar[bool] = True
+    capability: ClassVar[tuple[int, int]]
+    is_only: ClassVar[bool] = False
+    multiple: ClassVar[int] = 32
+    tokens: ClassVar[int] = 128
+    has_weight_gradient: ClassVar[bool] = True
+    is_swizzled: ClassVar[bool] = False
+
+    def is_met_by(self, capability: tuple[int, int]) -> bool:
+        """Whether GPUs of this compute capability have these products."""
+        is_later = capability > self.capability and not self.is_only
+        return capability == self.capability or is_later
+
+    @property
+    def capabilities(self) -> str:
+        """The text for errors: "9.0", or "10.0 or later"."""
+        first = ".".join(map(str, self.capability))
+        return first if self.is_only else f"{first} or later"
 
     def quantize(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        rowwise: bool,
-        columnwise: bool,
-        is_gradient: bool,
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
-        """See :func:`quantize`."""
+        """See :func:`quantize`; ``x`` has whole blocks of tokens."""
         raise NotImplementedError
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         """See :func:`weight_operand`."""
         raise NotImplementedError
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
+        """See :func:`fp4adam.nn.scaled_matmul.matmul`, on the units of a GPU."""
+        parts = (self.for_torch(operand) for operand in (a, b))
+        codes, scales, blocks, orders = zip(*parts, strict=True)
+        return F.scaled_mm(
+            codes[0],
+            codes[1].t(),
+            scales[0],
+            blocks[0],
+            scales[1],
+            blocks[1],
+            orders[0],
+            orders[1],
+            output_dtype=dtype,
+        )
 
     def for_torch(self, operand: Operand) -> ForTorch:
         """The arguments of ``scaled_mm`` for an operand."""
@@ -91,118 +113,182 @@ class OperandFormat:
         """The values of an operand, float32 [rows, k]."""
         raise NotImplementedError
 
-    def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        """The values of codes whose scales lie row by row, float32 [rows, k]."""
-        raise NotImplementedError
+
+class Float8Operands(OperandFormat):
+    """E4M3 codes with one scale, a power of two for activations; gradients are E5M2.
+
+    Current scaling: the scale is that of the largest magnitude, which torch.compile finds in the
+    kernel before.
+    """
+
+    capability = (8, 9)
+    multiple = tokens = 16
+
+    def quantize(
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
+    ) -> list[Operand | None]:
+        kind = E5M2 if is_gradient else E4M3
+        amax = _amax_bits(x).amax().view(1)
+        scale, inverse = _power_of_2(amax, _EXPONENTS[kind])
+        codes = _float8(x.float() * scale, kind)
+        across = Operand(_transposed(codes), inverse) if columnwise else None
+        return [Operand(codes, inverse) if rowwise else None, across]
+
+    def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
+        codes = getattr(weight, f"{usage}_data").view(E4M3)
+        return Operand(codes, weight.quantizer.per_tensor_scale(weight._amax))
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
+        # Not F.scaled_mm, for which compiled graphs go through Python's dispatcher in torch 2.11.
+        return torch._scaled_mm(
+            a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=is_forward
+        )
+
+    def decode(self, operand: Operand) -> Tensor:
+        return operand.codes.float() * operand.scales
 
 
 class Float8BlockOperands(OperandFormat):
     """E4M3 codes in 1x128 blocks; weights may have 128x128 blocks."""
 
-    kinds = ("float8_block", "float8_block_2d")
-    has_weight_gradient = True
-    is_swizzled = False
+    # cuBLAS has 128x128 blocks for compute capability 9.0 alone, from CUDA 12.9 on.
+    capability = (9, 0)
+    is_only = True
+    multiple = 128
 
     def quantize(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        rowwise: bool,
-        columnwise: bool,
-        is_gradient: bool,
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
-        run = _quantize_float8_block if runs_eagerly(x) else _quantize_float8_block_op
-        pow_2, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
-        made = run(x.contiguous(), rowwise, columnwise, pow_2, epsilon)
-        return [
-            Operand(*made[at : at + 2], "float8_block") if wanted else None
-            for at, wanted in ((0, rowwise), (2 if rowwise else 0, columnwise))
-        ]
+        if _takes_kernels(x):
+            return self._by_kernel(x, quantizer, rowwise, columnwise)
+        along = across = None
+        blocks = x.unflatten(1, (-1, 128))
+        if rowwise:
+            scales, inverse = self._scales(_amax_bits(blocks).amax(2), quantizer)
+            codes = _float8(blocks.float() * scales.unsqueeze(2), E4M3).flatten(1)
+            along = Operand(codes, _transposed(inverse))
+        if columnwise:
+            blocks = x.unflatten(0, (-1, 128))
+            scales, inverse = self._scales(_amax_bits(blocks).amax(1), quantizer)
+            codes = _float8(blocks.float() * scales.unsqueeze(1), E4M3).flatten(0, 1)
+            across = Operand(_transposed(codes), inverse)
+        return [along, across]
+
+    def _by_kernel(
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
+    ) -> list[Operand | None]:
+        from fp4adam.kernels import operands as kernels
+
+        made: list[Operand | None] = [None, None]
+        for i, (wanted, m, k) in enumerate(((rowwise, *x.shape), (columnwise, *x.shape[::-1]))):
+            if wanted:
+                scales = x.new_empty(k // 128, m, dtype=torch.float32)
+                made[i] = Operand(x.new_empty(m, k, dtype=E4M3), scales)
+        (data, scale), (data_t, scale_t) = (
+            (None, None) if operand is None else (operand.codes.view(torch.uint8), operand.scales)
+            for operand in made
+        )
+        kernels.quantize_vectors(
+            x,
+            rowwise_data=data,
+            columnwise_data=data_t,
+            rowwise_scale=scale,
+            columnwise_scale=scale_t,
+            rows=x.shape[0],
+            force_pow_2_scales=quantizer.force_pow_2_scales,
+            amax_epsilon=quantizer.amax_epsilon,
+        )
+        return made
+
+    def _scales(self, bits: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+        amax = bits.view(torch.float32).clamp(min=quantizer.amax_epsilon)
+        if quantizer.force_pow_2_scales:
+            return _power_of_2(amax.view(torch.int32), _EXPONENTS[E4M3])
+        return quantizer.encode(amax, None, torch.float32)[::-1]
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
-        codes = weight.rowwise_data if usage == "rowwise" else weight.columnwise_data
+        codes = getattr(weight, f"{usage}_data").view(E4M3)
         if not weight.quantizer.two_dimensional:
-            return Operand(codes, getattr(weight, f"_{usage}_scale_inv"), "float8_block")
-        grid = weight._block_scale_inv if usage == "rowwise" else weight._block_scale_inv.t()
-        if grid.shape[1] % 4:
-            grid = F.pad(grid, (0, -grid.shape[1] % 4))
-        elif usage == "columnwise":
-            grid = grid.clone(memory_format=torch.contiguous_format)
-        return Operand(codes, grid, "float8_block_2d")
+            return Operand(codes, getattr(weight, f"_{usage}_scale_inv"))
+        grid = weight._block_scale_inv
+        grid = grid if usage == "rowwise" else _transposed(grid)
+        return Operand(codes, F.pad(grid, (0, -grid.shape[1] % 4)))
+
+    def _is_square(self, operand: Operand) -> bool:
+        rows, cols = operand.codes.shape
+        return tuple(operand.scales.shape) != (cols // 128, rows)
 
     def for_torch(self, operand: Operand) -> ForTorch:
-        square = operand.kind == "float8_block_2d"
-        block = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128
-        codes = operand.codes.view(torch.float8_e4m3fn)
-        return codes, [operand.scales.t()], [block], [F.SwizzleType.NO_SWIZZLE]
+        square = self._is_square(operand)
+        block = _SCALING.BlockWise128x128 if square else _SCALING.BlockWise1x128
+        return operand.codes, [operand.scales.t()], [block], [_ORDER.NO_SWIZZLE]
 
     def decode(self, operand: Operand) -> Tensor:
-        square = operand.kind == "float8_block_2d"
-        codes, scales = operand.codes, operand.scales
-        scales = scales[:, : -(-codes.shape[1] // float8_block.BLOCK)] if square else scales
-        name = "block_scale_inv" if square else "rowwise_scale_inv"
-        tensors = Storage(rowwise_data=codes, **{name: scales})
-        return Float8BlockQuantizer(two_dimensional=square).read(tensors, torch.float32)
+        values = operand.codes.float().unflatten(1, (-1, 128))
+        if self._is_square(operand):
+            scales = operand.scales[:, : values.shape[1]].repeat_interleave(128, 0)
+        else:
+            scales = operand.scales.t()
+        return (values * scales.unsqueeze(2)).flatten(1)
 
 
 class SwizzledOperands(OperandFormat):
-    """Codes along one dimension, and scales in the tiles that block-scaled GEMMs read.
+    """Scales of 1-byte dtypes in the tiles that block-scaled GEMMs read."""
 
-    Attributes:
-        quantizer: That of activations and gradients.
-    """
-
-    quantizer: ClassVar[Quantizer]
-
-    def quantize(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        rowwise: bool,
-        columnwise: bool,
-        is_gradient: bool,
-    ) -> list[Operand | None]:
-        run = _quantize_swizzled if runs_eagerly(x) else _quantize_swizzled_op
-        (kind,) = self.kinds
-        codes, scales, *amax = run(x.contiguous(), kind)
-        return [Operand(codes, scales, kind, *amax), None]
+    capability = (10, 0)
+    is_swizzled = True
+    block: ClassVar[int]
+    per_byte: ClassVar[int] = 1
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         codes = weight.rowwise_data if usage == "rowwise" else self.columns_of(weight)
-        scales = getattr(weight, f"{usage}_gemm_scale_inv")
-        return Operand(codes, scales, *self.kinds, self.amax_of(weight))
-
-    def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
-        """The amax of a weight as an operand."""
-        return weight._amax
+        return Operand(codes, getattr(weight, f"{usage}_gemm_scale_inv"), weight._amax)
 
     def columns_of(self, weight: QuantizedTensor) -> Tensor:
         """Columnwise codes, those of the transposed matrix row by row."""
         return weight.columnwise_data
 
-    def decode(self, operand: Operand) -> Tensor:
-        (scales,) = unswizzle_scales([operand.scales])
-        return self.decode_rows(operand.codes, scales, operand.amax)
+    def scales_of(self, operand: Operand) -> Tensor:
+        """The scales row by row, without padding, uint8 [rows, blocks]."""
+        rows = operand.codes.shape[0]
+        blocks = operand.codes.shape[1] * self.per_byte // self.block
+        scales = row_by_row(operand.scales, *operand.scales.shape)
+        return scales.reshape(-1).view(operand.scales.shape)[:rows, :blocks]
 
 
 class MXFP8Operands(SwizzledOperands):
     """E4M3 codes in 1x32 blocks with E8M0 scales."""
 
-    kinds = ("mxfp8",)
+    has_weight_gradient = False
+    block = 32
     quantizer = MXFP8Quantizer(columnwise=False)
+
+    def quantize(
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
+    ) -> list[Operand | None]:
+        if _takes_kernels(x):
+            made = self.quantizer.quantize(x)
+            codes, scales = made._rowwise_data.view(E4M3), made._rowwise_scale_inv
+        else:
+            blocks = x.unflatten(1, (-1, self.block))
+            amax = _amax_bits(blocks).amax(2).view(torch.float32)
+            scales, factors = self.quantizer.encode(amax, None, torch.float32)
+            codes = _float8(blocks.float() * factors.unsqueeze(2), E4M3).flatten(1)
+            scales = F.pad(scales, (0, -scales.shape[1] % 4))
+        return [Operand(codes, swizzle_padded(scales)), None]
 
     def columns_of(self, weight: QuantizedTensor) -> Tensor:
         # Both directions lie as the matrix does; torch takes the contracted one last alone.
         return transposed_codes(weight.columnwise_data, 8)
 
     def for_torch(self, operand: Operand) -> ForTorch:
-        codes = operand.codes.view(torch.float8_e4m3fn)
         scales = operand.scales.view(torch.float8_e8m0fnu)
-        return codes, [scales], [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
+        codes = operand.codes.view(E4M3)
+        return codes, [scales], [_SCALING.BlockWise1x32], [_ORDER.SWIZZLE_32_4_4]
 
-    def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales)
-        return MXFP8Quantizer(two_dimensional=False).read(tensors, torch.float32)
+    def decode(self, operand: Operand) -> Tensor:
+        values = operand.codes.view(E4M3).float().unflatten(1, (-1, self.block))
+        return (values * minifloat.e8m0_value(self.scales_of(operand)).unsqueeze(2)).flatten(1)
 
 
 class NVFP4Operands(SwizzledOperands):
@@ -212,60 +298,83 @@ class NVFP4Operands(SwizzledOperands):
     gradient of a weight are transformed along the tokens; see ``nvfp4_gradients``.
     """
 
-    kinds = ("nvfp4",)
-    has_weight_gradient = True
+    block, per_byte = 16, 2
     quantizer = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 
     def quantize(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        rowwise: bool,
-        columnwise: bool,
-        is_gradient: bool,
+        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
-        operands: list[Operand | None] = [None, None]
-        if rowwise and not is_gradient:
-            operands, rowwise = super().quantize(x, quantizer, *_ROWS, is_gradient), False
-        if rowwise or columnwise:
-            run = _quantize_for_gradients if runs_eagerly(x) else _quantize_for_gradients_op
-            made = run(x.contiguous(), rowwise, columnwise, is_gradient)
-            for i, wanted in enumerate((rowwise, columnwise)):
-                if wanted:
-                    (codes, scales, amax), made = made[:3], made[3:]
-                    operands[i] = Operand(codes, scales, "nvfp4", amax)
-        return operands
+        along = self._quantized(x, is_gradient) if rowwise else None
+        if not columnwise:
+            return [along, None]
+        return [along, self._quantized(nvfp4_gradients.hadamard(_transposed(x)), is_gradient)]
 
-    def amax_of(self, weight: QuantizedTensor) -> Tensor | None:
-        return weight._amax
+    def _quantized(self, x: Tensor, is_gradient: bool) -> Operand:
+        if _takes_kernels(x) and not is_gradient:
+            made = self.quantizer.quantize(x)
+            codes, scales, amax = made._rowwise_data, made._rowwise_scale_inv, made._amax
+        else:
+            codes, scales, amax = nvfp4_gradients.quantize(x, at_random=is_gradient)
+        return Operand(codes, swizzle_padded(scales), amax)
 
     def for_torch(self, operand: Operand) -> ForTorch:
-        blocks, orders = F.ScalingType, F.SwizzleType
         scale = operand.amax * (1 / self.quantizer.largest_value)
         return (
             operand.codes.view(torch.float4_e2m1fn_x2),
-            [operand.scales.view(torch.float8_e4m3fn), scale],
-            [blocks.BlockWise1x16, blocks.TensorWise],
-            [orders.SWIZZLE_32_4_4, orders.NO_SWIZZLE],
+            [operand.scales.view(E4M3), scale],
+            [_SCALING.BlockWise1x16, _SCALING.TensorWise],
+            [_ORDER.SWIZZLE_32_4_4, _ORDER.NO_SWIZZLE],
         )
 
-    def decode_rows(self, codes: Tensor, scales: Tensor, amax: Tensor | None) -> Tensor:
-        tensors = Storage(rowwise_data=codes, rowwise_scale_inv=scales, amax=amax)
-        own = dataclasses.replace(self.quantizer, two_dimensional=False)
-        return own.read(tensors, torch.float32)
+    def decode(self, operand: Operand) -> Tensor:
+        scales = self.scales_of(operand).view(E4M3).float()
+        factors = (scales * operand.amax) * (1 / self.quantizer.largest_value)
+        values = minifloat.unpack_e2m1(operand.codes).unflatten(1, (-1, self.block))
+        return (values * factors.unsqueeze(2)).flatten(1)
 
 
 FORMATS: dict[type[Quantizer], OperandFormat] = {
+    Float8Quantizer: Float8Operands(),
     Float8BlockQuantizer: Float8BlockOperands(),
     MXFP8Quantizer: MXFP8Operands(),
     NVFP4Quantizer: NVFP4Operands(),
 }
-_BY_KIND = {kind: form for form in FORMATS.values() for kind in form.kinds}
 
 
-def format_of(operand: Operand) -> OperandFormat:
-    """The format of an operand."""
-    return _BY_KIND[operand.kind]
+def _takes_kernels(x: Tensor) -> bool:
+    return backend.runs_eagerly(x) and backend.uses_kernels(x.device)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def _amax_bits(x: Tensor) -> Tensor:
+    """Magnitudes as int32, in the order of their bits; those of NaN are 0."""
+    bits = x.float().abs().view(torch.int32)
+    return torch.where(bits > _INFINITY, 0, bits)
+
+
+def _power_of_2(bits: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+    """The largest power of two that maps magnitudes to at most 1.75 * 2**exponent; its reciprocal.
+
+    Exact on every device. It is 1 for magnitudes of 0 and infinity.
+
+    Args:
+        bits: Magnitudes as int32.
+        exponent: That of the largest value of the codes.
+    """
+    # Adding makes exponents of mantissas above 1.75 one larger.
+    biased = (254 + exponent - ((bits + 0x1FFFFF) >> 23)).clamp(max=254)
+    biased = torch.where((bits == 0) | (bits >= _INFINITY), 127, biased)
+    inverse = ((254 - biased) << 23).clamp(min=0x400000)
+    return (biased << 23).view(torch.float32), inverse.view(torch.float32)
+
+
+def _float8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 to nearest, saturating; every NaN becomes the same."""
+    top = torch.finfo(dtype).max
+    return torch.where(x.isnan(), torch.nan, x.clamp(-top, top)).to(dtype)
 
 
 def has_quantized_operands(quantizer: Quantizer) -> bool:
@@ -276,8 +385,25 @@ def has_quantized_operands(quantizer: Quantizer) -> bool:
 def has_weight_gradient(quantizer: Quantizer) -> bool:
     """Whether the gradient of such a weight is a product of two quantized operands."""
     operands = quantizer.operands
-    is_wanted = operands.activations and operands.gradients
+    is_wanted = operands.activations and operands.gradients and operands.weight_gradients
     return is_wanted and FORMATS[type(quantizer)].has_weight_gradient
+
+
+def check_shape(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a weight can be an operand in both directions."""
+    multiple, name = FORMATS[type(quantizer)].multiple, quantizer.tensor_class.__name__
+    if len(shape) == 3:
+        raise ValueError(
+            "a stack of experts must be quantized alone, got one for quantized activations or "
+            f"gradients, {tuple(shape)}; quantize stacks with Recipe(weights) in a call of "
+            "their own (filter=lambda module, name: not isinstance(module, nn.Linear))"
+        )
+    if any(n % multiple for n in shape):
+        raise ValueError(
+            f"out_features and in_features must be multiples of {multiple} for matmuls of "
+            f"{name} with quantized activations or gradients, got {tuple(shape)}; weights alone "
+            "take other shapes: Recipe(weights) in a call of its own (filter=...)"
+        )
 
 
 def check_weight(weight: QuantizedTensor) -> None:
@@ -291,11 +417,6 @@ def check_weight(weight: QuantizedTensor) -> None:
         )
 
 
-def padded_tokens(n: int) -> int:
-    """Number of tokens with padding; at least one multiple of it."""
-    return round_up(max(n, 1), TOKENS)
-
-
 def quantize(
     x: Tensor,
     quantizer: Quantizer,
@@ -304,149 +425,31 @@ def quantize(
     *,
     is_gradient: bool = False,
 ) -> list[Operand | None]:
-    """Activations or gradients as operands, in one pass over them.
+    """Activations or gradients as operands.
 
     Args:
         x: [tokens, n], float32, bfloat16 or float16.
         quantizer: That of the weight to multiply with.
-        rowwise: Make the operand [tokens to 128, n].
-        columnwise: Make the operand [n, tokens to 128], which Float8Block and NVFP4 have.
-        is_gradient: Whether they are gradients, which NVFP4 rounds at random.
+        rowwise: Make the operand [tokens, n], with ``OperandFormat.tokens`` for padding.
+        columnwise: Make the operand [n, tokens], which MXFP8 does not have.
+        is_gradient: Whether they are gradients, which NVFP4 rounds at random and Float8 to E5M2.
 
     Returns:
         The rowwise and the columnwise operand, None for one that was not asked for. Padding is 0.
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
-    form = FORMATS[type(quantizer)]
+    form, x = FORMATS[type(quantizer)], x.detach().contiguous()
+    if missing := padded_tokens(quantizer, x.shape[0]) - x.shape[0]:
+        x = F.pad(x, (0, 0, 0, missing))
     return form.quantize(x, quantizer, rowwise, columnwise, is_gradient)
+
+
+def padded_tokens(quantizer: Quantizer, n: int) -> int:
+    """Number of tokens with padding; at least one multiple of it."""
+    return round_up(max(n, 1), FORMATS[type(quantizer)].tokens)
 
 
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
     """A weight as an operand: "rowwise" [N, K] or "columnwise" [K, N]."""
-    return keep(weight, usage, lambda: _weight_operand(weight, usage))
-
-
-def _weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
-    return FORMATS[type(weight.quantizer)].of_weight(weight, usage)
-
-
-# Operators that make operands from activations and gradients
-
-
-def _padded(x: Tensor) -> Tensor:
-    """The matrix with rows of zeros up to :func:`padded_tokens`; itself if it has as many."""
-    missing = padded_tokens(x.shape[0]) - x.shape[0]
-    return F.pad(x.detach(), (0, 0, 0, missing)) if missing else x.detach()
-
-
-def _quantize_float8_block(
-    x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
-) -> list[Tensor]:
-    """Codes and scales per 1x128 block of the matrix, of its transpose, or of both."""
-    options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
-    if backend.uses_kernels(x.device):
-        from fp4adam.kernels import float8_block as kernels
-
-        made = _room_for_float8_block(x, rowwise, columnwise)
-        along = made[:2] if rowwise else (None, None)
-        across = made[-2:] if columnwise else (None, None)
-        kernels.quantize_vectors(
-            x,
-            rowwise_data=along[0],
-            columnwise_data=across[0],
-            rowwise_scale=along[1],
-            columnwise_scale=across[1],
-            rows=padded_tokens(x.shape[0]),
-            **options,
-        )
-        return made
-    quantizer = Float8BlockQuantizer(rowwise, columnwise, two_dimensional=False, **options)
-    made = quantizer.quantize(_padded(x))
-    parts = made._rowwise_data, made._rowwise_scale_inv
-    parts += made._columnwise_data, made._columnwise_scale_inv
-    return [part for part in parts if part is not None]
-
-
-def _room_for_float8_block(x: Tensor, rowwise: bool, columnwise: bool) -> list[Tensor]:
-    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    room = []
-    for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
-        if wanted:
-            room.append(x.new_empty(m, k, dtype=torch.uint8))
-            room.append(x.new_empty(k // float8_block.BLOCK, m, dtype=torch.float32))
-    return room
-
-
-_quantize_float8_block_op = torch.library.custom_op(
-    "fp4adam::quantize_float8_block_operands", mutates_args=()
-)(_quantize_float8_block)
-
-
-@_quantize_float8_block_op.register_fake
-def _(
-    x: Tensor, rowwise: bool, columnwise: bool, force_pow_2_scales: bool, amax_epsilon: float
-) -> list[Tensor]:
-    return _room_for_float8_block(x, rowwise, columnwise)
-
-
-def _quantize_swizzled(x: Tensor, kind: str) -> list[Tensor]:
-    """Codes, scales in the GEMM's order, and the amax of NVFP4, of a matrix with padded rows."""
-    made = _BY_KIND[kind].quantizer.quantize(_padded(x))
-    plain = made._rowwise_scale_inv
-    # Not by a table of addresses: those of activations are new each time, and CUDA graphs capture
-    # copies on the device alone.
-    tensors = [made._rowwise_data, swizzle_padded(plain), made._amax]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-_quantize_swizzled_op = torch.library.custom_op(
-    "fp4adam::quantize_swizzled_operand", mutates_args=()
-)(_quantize_swizzled)
-
-
-@_quantize_swizzled_op.register_fake
-def _(x: Tensor, kind: str) -> list[Tensor]:
-    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    layout = _BY_KIND[kind].quantizer.layout.shapes(rows, cols)
-    made = {name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-    tensors = [made["rowwise_data"], made["rowwise_scale_inv"], made.get("amax")]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _quantize_for_gradients(
-    x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool
-) -> list[Tensor]:
-    """Codes, scales in the GEMM's order, and amax of NVFP4, of the matrix and of its transpose.
-
-    The transpose is transformed along the tokens. Gradients are rounded at random.
-    """
-    padded, made = _padded(x), []
-    matrices = [padded] if rowwise else []
-    if columnwise:
-        matrices.append(nvfp4_gradients.hadamard(padded.t().contiguous()))
-    for matrix in matrices:
-        if is_gradient:
-            codes, plain, amax = nvfp4_gradients.quantize_stochastically(matrix)
-        else:
-            tensor = NVFP4Operands.quantizer.quantize(matrix)
-            codes, plain, amax = tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax
-        made += [codes, swizzle_padded(plain), amax]
-    return made
-
-
-_quantize_for_gradients_op = torch.library.custom_op(
-    "fp4adam::quantize_nvfp4_for_gradients", mutates_args=()
-)(_quantize_for_gradients)
-
-
-@_quantize_for_gradients_op.register_fake
-def _(x: Tensor, rowwise: bool, columnwise: bool, is_gradient: bool) -> list[Tensor]:
-    rows, cols = padded_tokens(x.shape[0]), x.shape[1]
-    room = []
-    for wanted, m, k in ((rowwise, rows, cols), (columnwise, cols, rows)):
-        if wanted:
-            shapes = NVFP4Operands.quantizer.layout.shapes(m, k)
-            room.append(x.new_empty(shapes["rowwise_data"][0], dtype=torch.uint8))
-            room.append(x.new_empty(shapes["rowwise_scale_inv"][0], dtype=torch.uint8))
-            room.append(x.new_empty(1, dtype=torch.float32))
-    return room
+    form = FORMATS[type(weight.quantizer)]
+    return keep(weight, usage, lambda: form.of_weight(weight, usage))

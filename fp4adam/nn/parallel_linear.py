@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam.distributed.shards import parallel_infos, settle_shard
-from fp4adam.nn.hardware import runs_natively
 from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import (
-    TOKENS,
     check_weight,
     has_quantized_operands,
     has_weight_gradient,
     quantize,
     weight_operand,
 )
-from fp4adam.nn.scaled_matmul import matmul
+from fp4adam.nn.scaled_matmul import matmul, runs_natively
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_operator
 
 aten = torch.ops.aten
@@ -89,7 +87,7 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
     if has_quantized_operands(tensor.quantizer):
         check_weight(tensor)
         # For NVFP4 that product stays in high precision.
-        if has_weight_gradient(tensor.quantizer) and tensor.quantizer.layout.block == TOKENS:
+        if has_weight_gradient(tensor.quantizer) and tensor.quantizer.layout.block == 128:
             raise NotImplementedError(
                 "weight must not have quantized activations and gradients in Float8Block under "
                 "tensor parallelism, where torch multiplies the gradient of a weight in high "
@@ -112,5 +110,6 @@ def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
 def _product_of_codes(x: Tensor, weight: QuantizedTensor, usage: str) -> Tensor:
     """The product of quantized rows and a direction of a weight, both as operands of its recipe."""
     rows, _ = quantize(x, weight.quantizer, True, is_gradient=usage == "columnwise")
-    native = runs_natively(weight.quantizer, x.device)
-    return matmul(rows, weight_operand(weight, usage), x.dtype, native)[: len(x)]
+    native, operand = runs_natively(weight.quantizer, x.device), weight_operand(weight, usage)
+    is_forward = usage == "rowwise"
+    return matmul(rows, operand, weight.quantizer, x.dtype, native, is_forward)[: len(x)]

@@ -20,16 +20,15 @@ from fp4adam.formats.scale_groups import (
     resolve_scale_groups,
 )
 from fp4adam.nn.candidates import adapters, candidates, check_module
-from fp4adam.nn.hardware import check_shape
-from fp4adam.nn.operand import has_quantized_operands
-from fp4adam.nn.recipe import FormatName, Recipe, describe, resolve_recipe
+from fp4adam.nn.operand import check_shape, has_quantized_operands
+from fp4adam.nn.recipe import FormatName, Recipe, describe, format_name, resolve_recipe
 from fp4adam.nn.replacement import (
     check_attributes,
     check_no_replica,
     check_weight,
     put_in,
 )
-from fp4adam.nn.summary import format_name, summary
+from fp4adam.nn.report import summary
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 

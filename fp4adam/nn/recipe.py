@@ -27,9 +27,10 @@ RECIPES: dict[FormatName, Quantizer] = {
 class Recipe:
     """Which operands of linear layers are quantized; by default the weights alone.
 
-    A matmul whose two operands are quantized runs on the block-scaled units of the GPU, in the
-    format of the weight: Float8Block on compute capability 9.0, MXFP8 and NVFP4 on 10.0 and later.
-    All other matmuls read the dequantized weight. A CPU multiplies the decoded operands instead.
+    A matmul whose two operands are quantized runs on units of the GPU for it, in the format of the
+    weight: Float8 on compute capability 8.9 and later, Float8Block on 9.0, MXFP8 and NVFP4 on 10.0
+    and later. All other matmuls read the dequantized weight. A CPU multiplies the decoded operands
+    instead. Casts are plain operators, which ``torch.compile`` fuses: compile the model.
     Stacks of experts are quantized alone.
 
     ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
@@ -39,25 +40,29 @@ class Recipe:
     ====================  ===============================  =======================================
     matmul                runs on quantized operands with  and both blocks of
     ====================  ===============================  =======================================
-    y = x W^T             activations                      Float8Block: 1x128 x 128x128; MXFP8: 32;
-                                                           NVFP4: 16
+    y = x W^T             activations                      Float8: tensors; Float8Block: 1x128 x
+                                                           128x128; MXFP8: 32; NVFP4: 16
     dx = dy W             gradients                        the same
-    dW = dy^T x           both, Float8Block and NVFP4      Float8Block: 1x128; NVFP4: 16; along the
-                          only                             tokens
+    dW = dy^T x           both and weight_gradients, but   Float8: tensors; Float8Block: 1x128;
+                          for MXFP8                        NVFP4: 16; along the tokens
     ====================  ===============================  =======================================
+
+    Float8 activations are E4M3 and gradients E5M2, by the current amax of each tensor, with scales
+    that are powers of two.
 
     NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
     generator), and both operands of dW go through a 16-point random Hadamard transform along the
     tokens. No GPU with the units for it has run them here. Under tensor parallelism dW of
-    NVFP4 stays in high precision.
+    NVFP4 and Float8 stays in high precision.
 
     Args:
         weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a
             name keep the codes that matmuls read: columnwise ones with ``gradients`` alone; those
-            of a quantizer keep what it says. MXFP4 is for weights alone. Float8 has no matmuls with
-            quantized operands, only fake quantization, by the current amax of the tensor.
+            of a quantizer keep what it says. MXFP4 is for weights alone.
         activations: Quantize the inputs of linear layers; "fake" decodes them again.
         gradients: Quantize the gradients of their outputs; rounded to nearest but in NVFP4.
+        weight_gradients: With False, gradients of weights are products in high precision, for which
+            layers keep their inputs rather than the codes of these.
         emulate: Multiply decoded operands in FP32 on every device, as a CPU always does.
 
     Raises:
@@ -70,6 +75,7 @@ class Recipe:
     activations: bool | Literal["fake"] = False
     gradients: bool = False
     emulate: bool = False
+    weight_gradients: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.weights, Recipe):
@@ -77,7 +83,7 @@ class Recipe:
                 f"weights must be a format name or a quantizer, got {self.weights}; change "
                 "it with dataclasses.replace"
             )
-        for name in ("activations", "gradients", "emulate"):
+        for name in ("activations", "gradients", "emulate", "weight_gradients"):
             value, is_fake = getattr(self, name), name == "activations" and self.is_fake
             if not (isinstance(value, bool) or is_fake):
                 allowed = 'True, False or "fake"' if name == "activations" else "True or False"
@@ -125,7 +131,9 @@ class Recipe:
         """The quantizer of the weights, which also carries the other options of the recipe."""
         weights = self._weights()
         activations = self.activations and not self.is_fake
-        operands = Operands(activations, self.gradients, self.emulate, self.is_fake)
+        operands = Operands(
+            activations, self.gradients, self.emulate, self.is_fake, self.weight_gradients
+        )
         has_operands = activations or self.gradients
         # The optimizer then writes the scales as the GEMM reads them.
         swizzled = has_operands and FORMATS[type(weights)].is_swizzled
@@ -154,6 +162,11 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
     return dataclasses.replace(_named(recipe), columnwise=False)
 
 
+def format_name(quantizer: Quantizer) -> str:
+    """The name of a format in tables: "NVFP4", "MXFP8", "Float8Block"."""
+    return type(quantizer).__name__.removesuffix("Quantizer")
+
+
 def describe(quantizer: Quantizer) -> str:
     """Its format and the options that are not the defaults, such as "NVFP4 (columnwise=False)"."""
     usual = type(quantizer)()
@@ -161,8 +174,9 @@ def describe(quantizer: Quantizer) -> str:
         f.name: getattr(quantizer, f.name) for f in dataclasses.fields(quantizer) if f.compare
     }
     words = [f"{key}={value!r}" for key, value in options.items() if value != getattr(usual, key)]
-    words += [f"{key}=True" for key, value in quantizer.operands._asdict().items() if value]
-    name = type(quantizer).__name__.removesuffix("Quantizer")
+    operands, usual = quantizer.operands._asdict(), usual.operands._asdict()
+    words += [f"{key}={value}" for key, value in operands.items() if value != usual[key]]
+    name = format_name(quantizer)
     return f"{name} ({', '.join(words)})" if words else name
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
-from fp4adam.nn.summary import format_name
+from fp4adam.nn.recipe import format_name
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 

@@ -1,33 +1,74 @@
-"""Products of two quantized operands, on the block-scaled units of a GPU or emulated.
+"""Products of two quantized operands, on the units of a GPU for them or emulated.
 
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """
 
+import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.nn.operand import Operand, format_of, padded_tokens
-from fp4adam.tensors.backend import runs_eagerly
+from fp4adam.nn.operand import FORMATS, Operand, padded_tokens
+from fp4adam.tensors import backend
+from fp4adam.tensors.quantizer import Quantizer
 
 
-def matmul(a: Operand, b: Operand, dtype: torch.dtype, native: bool) -> Tensor:
+def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether products of a format run on units of ``device`` for them; else emulated.
+
+    Raises:
+        RuntimeError: If the GPU has no such units and emulation is not asked for.
+    """
+    if quantizer.operands.emulate or not backend.uses_kernels(device):
+        return False
+    needed, found = FORMATS[type(quantizer)], _capability(device)
+    if needed.is_met_by(found):
+        return True
+    name = quantizer.tensor_class.__name__.removesuffix("Tensor")
+    raise RuntimeError(
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
+        f"{'.'.join(map(str, found))} ({device}); quantize the weights "
+        'alone with Recipe(weights), pass activations="fake", or set emulate=True'
+    )
+
+
+_cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return _cached_capability(device)
+
+
+# All that torch.compiler.assume_constant_result does, which imports torch._dynamo first.
+_capability._dynamo_marked_constant = True
+
+
+def matmul(
+    a: Operand,
+    b: Operand,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    native: bool,
+    is_forward: bool = False,
+) -> Tensor:
     """``a @ b.T`` [rows of a, rows of b] in ``dtype``, accumulated in float32.
 
     Args:
-        native: Multiply on the block-scaled units, or decode both and multiply in FP32. Codes and
+        quantizer: That of the weight.
+        native: Multiply on the units for it, or decode both and multiply in FP32. Codes and
             scales are the same; sums are taken in another order.
+        is_forward: Whether sums may be taken in fewer bits, as those of outputs are on Hopper GPUs.
     """
-    if native:
-        return _multiply(a, b, dtype)
-    run = _emulated if runs_eagerly(a.codes) else _emulated_op
-    return run(*a, *b, dtype)
+    form = FORMATS[type(quantizer)]
+    if not native:
+        with torch.autocast(a.codes.device.type, enabled=False):  # it would multiply in fewer bits
+            return (form.decode(a) @ form.decode(b).t()).to(dtype)
+    return form.multiply(a, b, dtype, is_forward)
 
 
-def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
+def without_padding(product: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
     """The first rows of a new product in its memory, as ``shape``.
 
     Autograd does not see a view: writing in place to a view that a function returns is refused.
@@ -35,61 +76,6 @@ def without_padding(product: Tensor, shape: tuple[int, ...]) -> Tensor:
     rows = math.prod(shape[:-1])
     # Not product.shape[0]: torch 2.11 cannot trace sizes of an autograd function's results if some
     # are dynamic.
-    first, _ = torch.unsafe_split_with_sizes(product, (rows, padded_tokens(rows) - rows))
+    sizes = rows, padded_tokens(quantizer, rows) - rows
+    first, _ = torch.unsafe_split_with_sizes(product, sizes)
     return torch.ops.aten._unsafe_view(first, shape)
-
-
-def _multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    parts = (format_of(operand).for_torch(operand) for operand in (a, b))
-    codes, scales, recipes, swizzles = zip(*parts, strict=True)
-    return F.scaled_mm(
-        codes[0],
-        codes[1].t(),
-        scales[0],
-        recipes[0],
-        scales[1],
-        recipes[1],
-        swizzles[0],
-        swizzles[1],
-        output_dtype=dtype,
-    )
-
-
-def _emulated(
-    a_codes: Tensor,
-    a_scales: Tensor,
-    a_kind: str,
-    a_amax: Tensor | None,
-    b_codes: Tensor,
-    b_scales: Tensor,
-    b_kind: str,
-    b_amax: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    a = decode(Operand(a_codes, a_scales, a_kind, a_amax))
-    b = decode(Operand(b_codes, b_scales, b_kind, b_amax))
-    with torch.autocast(a.device.type, enabled=False):  # which would multiply in fewer bits
-        return (a @ b.t()).to(dtype)
-
-
-_emulated_op = torch.library.custom_op("fp4adam::emulated_scaled_mm", mutates_args=())(_emulated)
-
-
-@_emulated_op.register_fake
-def _(
-    a_codes: Tensor,
-    a_scales: Tensor,
-    a_kind: str,
-    a_amax: Tensor | None,
-    b_codes: Tensor,
-    b_scales: Tensor,
-    b_kind: str,
-    b_amax: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return a_codes.new_empty(a_codes.shape[0], b_codes.shape[0], dtype=dtype)
-
-
-def decode(operand: Operand) -> Tensor:
-    """The values of an operand, float32 [rows, k]."""
-    return format_of(operand).decode(operand)

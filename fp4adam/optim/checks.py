@@ -1,6 +1,5 @@
 """Checks of everything that the optimizers refuse. They raise, and change nothing."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from fp4adam.optim.state_codec import STATE_BLOCK
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.storage import SharedStorage
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
@@ -134,20 +132,13 @@ def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
 
 
 def check_distinct(params: Sequence[Tensor]) -> None:
-    """Raise ValueError if a parameter, or a part of a quantized one, is in the groups twice."""
-    seen: set[Tensor] = set()
-    windows: dict[SharedStorage, list[tuple[range, range]]] = defaultdict(list)
+    """Raise ValueError if a parameter, or the memory of a quantized one, is in the groups twice."""
+    seen: set[Any] = set()
     for i, param in enumerate(params):
         own = local(param)
-        is_twice = param in seen
-        seen.add(param)
-        if isinstance(own, QuantizedTensor) and own.numel():
-            starts = own._start, own._start_col
-            sides = zip(starts, rows.matrix_shape(own), strict=True)
-            window = tuple(range(start, start + n) for start, n in sides)
-            others = windows[own._shared]
-            is_twice |= any(all(map(_overlap, window, other)) for other in others)
-            others.append(window)
+        memory = own._shared if isinstance(own, QuantizedTensor) else param
+        is_twice = param in seen or memory in seen
+        seen |= {param, memory}
         if is_twice:
             raise ValueError(
                 f"each parameter must be in the groups once, got number {i}, of shape "
@@ -155,16 +146,12 @@ def check_distinct(params: Sequence[Tensor]) -> None:
             )
 
 
-def _overlap(a: range, b: range) -> bool:
-    return max(a.start, b.start) < min(a.stop, b.stop)
-
-
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
     """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together.
 
     Raises:
         ValueError: If a member is missing.
-        NotImplementedError: If a member is a slice, or members are sharded over different ranks.
+        NotImplementedError: If members are sharded over different ranks.
     """
     if len(peers) != len(group.names):
         raise ValueError(
@@ -172,12 +159,6 @@ def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
             f"{len(peers)} of {', '.join(group.names)}; pass those without gradients as well, "
             "or scale_groups=()"
         )
-    for own in map(local, peers):
-        if own._shared.global_spec is None and not rows.is_all(own):
-            raise NotImplementedError(
-                "members of a scale group must be whole tensors, got a slice of one, of "
-                f"shape {tuple(own.shape)}; leave it out"
-            )
     if len({*map(groups_of, map(ShardInfo.of, peers))}) > 1:
         raise NotImplementedError(
             "members of a scale group must be sharded over the same ranks, got "
@@ -196,11 +177,12 @@ def check_steppable(name: str, param: Tensor) -> None:
             )
         ShardInfo.of(param)
         own = param._local_tensor
-    if isinstance(own, QuantizedTensor) and own._shared.is_part:
+    is_own = isinstance(own, QuantizedTensor) and own._shared.global_spec is None
+    if is_own and (own._shared.is_part or not rows.is_all(own)):
         raise NotImplementedError(
-            "parameters must be whole quantized tensors or slices of one, got a copy of a slice, "
-            f"of shape {tuple(own.shape)}, whose scales need rows that it does not hold; quantize "
-            "its values: nn.Parameter(p.quantizer.quantize(p.detach().dequantize()))"
+            f"parameters must be whole quantized tensors, got a slice of shape {tuple(own.shape)}, "
+            "whose scales depend on other rows; pass the whole weight, or quantize the values: "
+            "nn.Parameter(p.quantizer.quantize(p.detach().dequantize()))"
         )
     if param.is_meta or not param.is_floating_point():
         raise RuntimeError(

@@ -54,7 +54,7 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         parts = [(each,) if isinstance(each, Tensor) else tuple(each) for each in weights]
         for copy, of_one in zip(copies, parts, strict=True):
             _check(copy, of_one)
-        targets = [borrow(copy) if is_foreign(copy) else copy.flush() for copy in copies]
+        targets = [borrow(copy) if is_foreign(copy) else copy for copy in copies]
         borrowed = [each for each in targets if isinstance(each, BorrowedTensor)]
         tensors = [each.tensor if isinstance(each, BorrowedTensor) else each for each in targets]
         scales_of_others = ScaleWriteback(borrowed)

@@ -22,7 +22,6 @@ from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_stale, say_restarted
 from fp4adam.optim.masters import ENTRIES
-from fp4adam.optim.nan_watch import NanWatch
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.tensors import backend
@@ -55,11 +54,9 @@ class Engine:
         plan: The plan of the last step, or None.
         is_part: True if this engine steps only some of the optimizer's parameters.
         on_host: Whether states may be on the host.
-        n_parts: The number of engines that share a step.
         view: What shows the states to users, or None.
         shown_steps: The steps that groups show; another number there is one that other code has
             set.
-        watch: Looks for NaN in masters.
     """
 
     clipping: Clipping | None = None
@@ -67,7 +64,6 @@ class Engine:
     shown_steps: Sequence[Any] = ()
     is_part = False
     on_host = False
-    n_parts = 1
 
     def __init__(
         self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
@@ -76,7 +72,6 @@ class Engine:
         self.groups = list(groups)
         self.states = states
         self.plan: StepPlan | None = None
-        self.watch = NanWatch()
         # Groups, parameters, states and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
 
@@ -90,7 +85,7 @@ class Engine:
                 group = group_of[param]
                 own.setdefault(id(group), Group(group, [])).params.append(param)
             part = Engine(self.parameters, [*own.values()], self.states)
-            part.is_part, part.watch = True, self.watch
+            part.is_part = True
             parts.append(part)
         return parts
 
@@ -192,7 +187,6 @@ class Engine:
             raise
         self.plan.run(self.clipping.coefficients if self.clipping else {}, *signals, captures)
         self.clipping = None
-        self.watch.look(self.plan.hiding, self.n_parts)
 
     def check_clip(self) -> None:
         """Raise if the gradients are no longer those that the next step clips."""

@@ -26,12 +26,9 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.master_weights import adopt, find_stale
-from fp4adam.optim.nan_watch import NanWatch, hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Stepped
 from fp4adam.optim.parameter import Parameters
-from fp4adam.optim.state_codec import PLAIN
-from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.te_layout import stored_state
 
 _OF_GROUP = ("params", "param_names")
@@ -113,7 +110,6 @@ class MasterWeightOptimizer(Optimizer):
     def _set_up(self) -> None:
         name = type(self).__name__
         self._parameters = Parameters(Options(name, quantize_from=self.quantize_from))
-        self._watch = NanWatch()
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -374,9 +370,6 @@ class MasterWeightOptimizer(Optimizer):
             for view in {*stepped, *written}:
                 view.record()
             self._in_use |= params
-            pairs = zip(written, masters, strict=True)
-            hiding = [(v.param, m) for v, m in pairs if hides_nan(v.param)]
-            self._watch.look([(p, lambda m=m: StateTensor(PLAIN, m, None)) for p, m in hiding])
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:

@@ -53,7 +53,7 @@ from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.rows import is_all, is_whole_blocks, matrix_shape
+from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
@@ -660,13 +660,12 @@ def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
     shared = own._shared
     if shared.scale_group is not None:
         return shared.scale_group
-    # Windows on one storage, which is quantized as a whole.
-    return owner if shared.global_spec is not None or is_all(own) else shared
+    return owner
 
 
 def written_value(param: QuantizedTensor) -> Tensor | None:
     """The value before quantization, where that is kept until a step uses it."""
-    pending = param.flush().pending_value()
+    pending = param.pending_value()
     return param._high_precision_init_val if pending is None else pending
 
 

@@ -134,7 +134,7 @@ def digest(param: QuantizedTensor) -> Tensor:
 
     Other codes or scales have another one, but for one in 2**64 of them.
     """
-    part = rows.own_blocks(param.flush())
+    part = rows.own_blocks(param)
     tensors, layout = part._shared.tensors, part.quantizer.layout
     usage = layout.kept[0]
     names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"

@@ -22,7 +22,6 @@ from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
-from fp4adam.optim.nan_watch import hides_nan
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
@@ -53,7 +52,6 @@ class StepPlan:
 
     Attributes:
         members: The parameters that the step may update.
-        hiding: Those whose codes have no NaN, each with what returns its master.
 
     Raises:
         RuntimeError: If the optimizer is capturable and kernels cannot step a member.
@@ -75,8 +73,6 @@ class StepPlan:
         peers: dict[Hashable, list[Parameter]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
-            if isinstance(member.param, QuantizedTensor):
-                member.param.flush()  # rows written since, which the first read would quantize
         for together in peers.values():
             later = quantized_after_step(together, read_grad, _takes_kernels)
             for member in together:
@@ -104,8 +100,6 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         launched = chain.from_iterable(group.members for group in self._groups)
         self.members = [*launched, *self._by_operators]
-        hiding = [m for m in self.members if hides_nan(m.param)]
-        self.hiding = [(m.param, m.stored_value) for m in hiding]
         self._scales_of_others: ScaleWriteback | None = None
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the

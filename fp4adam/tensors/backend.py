@@ -6,10 +6,6 @@ import warnings
 import torch
 from torch import Tensor
 
-# Elements per thread in a CPU chunk: few enough that the float32 tensors of an operator stay in a
-# core's cache, many enough to outweigh the cost of starting the operator.
-PER_THREAD = 2**18
-
 # What the kernels are compiled for.
 FIRST_CAPABILITY = (7, 5)
 
@@ -84,8 +80,3 @@ def is_capturing() -> bool:
 def runs_eagerly(tensor: Tensor) -> bool:
     """Whether no tracer is active, so that a plain function can replace a custom operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
-
-
-def cpu_chunk_numel() -> int:
-    """Number of elements in a CPU chunk, small enough that intermediates stay in cache."""
-    return PER_THREAD * torch.get_num_threads()

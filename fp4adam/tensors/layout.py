@@ -51,15 +51,11 @@ class ScaleRule(NamedTuple):
     Attributes:
         force_pow_2_scales: Round scales down to powers of two.
         amax_epsilon: Lower bound of amaxes.
-        adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
-        bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
         rounding: What is added to the bits of an amax of MXFP4 before its exponent is taken.
     """
 
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
-    adaptive: str | None = None
-    bound: int = 448
     rounding: int = 0
 
 

@@ -42,7 +42,8 @@ def e2m1_code(x: Tensor) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Pack uint8 codes [..., 2n] into bytes [..., n]; even elements go into the low nibble."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def e4m3_encode_scale(
     # torch computes number / tensor as number * (1 / tensor), which rounds twice.
     scale = torch.full_like(amax, E4M3_MAX) / amax
     scale = torch.where(scale.isinf(), largest, scale)
-    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    scale = torch.where((amax == 0) | (amax <= FP32_MAX).logical_not(), 1.0, scale)
     if force_pow_2_scales:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale

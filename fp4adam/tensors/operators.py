@@ -3,6 +3,7 @@
 All other operators see the dequantized values; in-place ones are refused.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -153,7 +154,6 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> Quantized
 def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(tensor, QuantizedTensor) and size == [] and kwargs == {"device": "cpu"}:
         # Asynchronous checkpoints then give the result a copied storage and copied attributes.
-        tensor.flush()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return torch.Tensor._make_wrapper_subclass(type(tensor), shape, dtype=dtype, device="cpu")
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
@@ -329,6 +329,23 @@ def _overwrite(func: Callable, out: QuantizedTensor, *args: Any, **kwargs: Any) 
     values = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     func(values, *args, **kwargs)
     return _copy_(aten.copy_.default, out, values)
+
+
+# It reads values back between draws, so it runs on a plain tensor, and the result is written once.
+_trunc_normal_ = torch.nn.init._no_grad_trunc_normal_
+
+
+@functools.wraps(_trunc_normal_)
+def _trunc_normal_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # The local tensor of a DTensor may be quantized.
+    if not isinstance(getattr(tensor, "_local_tensor", tensor), QuantizedTensor):
+        return _trunc_normal_(tensor, *args, **kwargs)
+    with torch.no_grad():
+        values = torch.empty_like(tensor, dtype=tensor.dtype)
+        return tensor.copy_(_trunc_normal_(values, *args, **kwargs))
+
+
+torch.nn.init._no_grad_trunc_normal_ = _trunc_normal_at_once
 
 
 # torch.load and data loaders query it; FSDP2's CPU offload pins memory.

@@ -58,8 +58,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
     overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
     dimension, and of whole blocks along the last one, stay quantized and share memory with it, if
-    the format's ``rows_per_entry`` is not empty. All other views are dequantized copies: writing
-    to one does not change the tensor.
+    the format's ``rows_per_entry`` is not empty; they can be read, not written. All other views are
+    dequantized copies: writing to one does not change the tensor.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
@@ -112,13 +112,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def storage_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that exist, by attribute name."""
-        existing = self.flush()._shared.tensors.existing()
+        existing = self._shared.tensors.existing()
         return {f"_{name}": inner for name, inner in existing.items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:
         """Codes with blocks along the last dimension, uint8; None without rowwise usage."""
-        return self.flush()._rowwise_data
+        return self._rowwise_data
 
     @property
     def columnwise_data(self) -> Tensor | None:
@@ -127,7 +127,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
         copy for both directions.
         """
-        tensors, quantizer = self.flush()._shared.tensors, self.quantizer
+        tensors, quantizer = self._shared.tensors, self.quantizer
         if tensors.columnwise_data is None and quantizer.columnwise:
             if quantizer.layout.shares_codes:
                 return tensors.rowwise_data
@@ -140,12 +140,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
         The scale of a square NVFP4 block is repeated for each of its 16 rows.
         """
-        return self.quantizer.scale_inv(self.flush()._shared.tensors, "rowwise")
+        return self.quantizer.scale_inv(self._shared.tensors, "rowwise")
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout; padding is 0."""
-        return self.quantizer.scale_inv(self.flush()._shared.tensors, "columnwise")
+        return self.quantizer.scale_inv(self._shared.tensors, "columnwise")
 
     @property
     def rowwise_gemm_scale_inv(self) -> Tensor | None:
@@ -164,7 +164,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._gemm_scale_inv("columnwise")
 
     def _gemm_scale_inv(self, usage: str) -> Tensor | None:
-        tensors = self.flush()._shared.tensors
+        tensors = self._shared.tensors
         stored = getattr(tensors, f"{usage}_gemm_scale_inv")
         if stored is not None or not getattr(self.quantizer, usage):
             return stored
@@ -287,19 +287,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         direct = dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32
         return rows.read(self, direct, after).view(self.shape).to(dtype)
 
-    def flush(self) -> "QuantizedTensor":
-        """Quantize pending rows, which were written slice by slice; returns this tensor.
-
-        If scales depend on other ranks, the rows of a shard stay pending until the next all-gather
-        or optimizer step, in which all ranks take part.
-        """
-        if self._shared.pending is not None:
-            rows.flush(self)
-        return self
-
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        shared = self.flush()._shared
+        shared = self._shared
         value = None if shared.next_init_val is not None else shared.init_val
         if value is None or value.shape == self.shape:
             return value
@@ -359,7 +349,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def share_memory_(self) -> "QuantizedTensor":
         """Move the inner tensors to shared memory."""
-        shared = self.flush()._shared
+        shared = self._shared
         shared.tensors = shared.tensors.map(torch.Tensor.share_memory_)
         return self
 
@@ -436,7 +426,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
         """A tensor on a new storage: ``fn`` applied to the blocks that hold its rows."""
-        source = rows.own_blocks(self.flush())
+        source = rows.own_blocks(self)
         shared = source._shared
         new = dataclasses.replace(
             shared,
@@ -451,7 +441,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def twin(self) -> "QuantizedTensor":
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
-        shared = self.flush()._shared
+        shared = self._shared
         own = dict.fromkeys(("init_val", "pending", "left", "stepped_by"))
         own |= {"is_gathered": False}
         new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
@@ -461,9 +451,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:
         """Whether all inner tensors are bitwise equal to those of ``other``, of the same format."""
-        pairs = zip(
-            self.flush()._shared.tensors.present, other.flush()._shared.tensors.present, strict=True
-        )
+        pairs = zip(self._shared.tensors.present, other._shared.tensors.present, strict=True)
         same = [(a.view(torch.uint8) == b.view(torch.uint8)).all() for a, b in pairs]
         return bool(torch.stack(same).all())
 
@@ -549,7 +537,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return new
 
     def __reduce_ex__(self, protocol: int) -> tuple[Callable, tuple]:
-        stored = rows.own_blocks(self.flush())
+        stored = rows.own_blocks(self)
         if stored is not self:
             stored = stored._map_storage(torch.clone)
         attributes = {**self.__dict__, **stored.__dict__}

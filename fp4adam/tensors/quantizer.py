@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -29,12 +27,15 @@ class Operands(NamedTuple):
         gradients: Whether output gradients are quantized.
         emulate: Whether matmuls multiply decoded operands in FP32 on every device.
         fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
+        weight_gradients: Whether gradients of weights are products of quantized operands, if
+            activations and gradients are quantized.
     """
 
     activations: bool = False
     gradients: bool = False
     emulate: bool = False
     fake_activations: bool = False
+    weight_gradients: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,8 @@ class Quantizer(QuantizerNames, Generic[T]):
     tensor_class: ClassVar[type[Tensor]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
-    # The module of ``fp4adam.kernels`` that quantizes and decodes as ``encode`` and ``decode`` say;
-    # "" for a format by operators alone.
-    kernels: ClassVar[str] = ""
+    # Whether kernels quantize and decode as ``encode`` and ``decode`` of the same class say.
+    kernels: ClassVar[bool] = False
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
 
@@ -219,7 +219,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         def owner(name: str) -> type:
             return next(base for base in type(self).__mro__ if name in vars(base))
 
-        return bool(self.kernels) and all(
+        return self.kernels and all(
             issubclass(owner("kernels"), owner(name))
             for name in ("encode", "decode", "take_amaxes")
         )
@@ -228,13 +228,12 @@ class Quantizer(QuantizerNames, Generic[T]):
         """Whether kernels quantize and decode tensors of this format on a device."""
         return self.has_kernels and backend.uses_kernels(device)
 
-    def _kernels(self) -> ModuleType:
-        return importlib.import_module(f"fp4adam.kernels.{self.kernels}")
-
     def measure(self, x: Tensor, amax: Tensor) -> None:
         """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix."""
         if self.uses_kernels(x.device):
-            self._kernels().measure(x, amax)
+            from fp4adam.kernels import cast  # Triton is slow to import
+
+            cast.measure(x, amax)
         elif x.numel():
             amax.copy_(minifloat.amax(x.detach().float(), (0, 1)))
         else:
@@ -271,7 +270,9 @@ class Quantizer(QuantizerNames, Generic[T]):
                 self.measure(x, amax)
             self.take_amax(out, amax)
         if self.uses_kernels(x.device) and self.layout.fits_kernels(*x.shape):
-            self._kernels().quantize(x, out, self.layout)
+            from fp4adam.kernels import cast
+
+            cast.quantize(x, out, self.layout)
         else:
             encoding.write(self, x, out)
 
@@ -294,8 +295,10 @@ class Quantizer(QuantizerNames, Generic[T]):
         codes = tensors.columnwise_data if codes is None else codes
         if not self.uses_kernels(codes.device):
             return encoding.read(self, tensors, dtype)
+        from fp4adam.kernels.dequantize import dequantize
+
         out = codes.new_empty(self.decoded_shape(tensors), dtype=dtype)
-        self._kernels().dequantize(out, tensors, self.layout)
+        dequantize(out, tensors, self.layout)
         return out
 
     @functools.cached_property
@@ -321,10 +324,11 @@ class Quantizer(QuantizerNames, Generic[T]):
         ...] of consecutive parts of the rows, such as gathered shards; a block that is cut has a
         scale in both. Rows past the end of ``out`` are ignored.
         """
-        decode = None
-        if self.uses_kernels(out.device):
-            decode = self._kernels().decoder(out, tensors, self.layout)
-        return decode or functools.partial(self._read_into, tensors, out)
+        if not self.uses_kernels(out.device):
+            return functools.partial(self._read_into, tensors, out)
+        from fp4adam.kernels.dequantize import decoder
+
+        return decoder(out, tensors, self.layout)
 
     def _read_into(self, tensors: Storage, out: Tensor) -> None:
         whole = {}
@@ -341,8 +345,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     @property
     def multiplies_codes(self) -> bool:
         """Whether layers need the quantized weight rather than its decoded values."""
-        activations, gradients, _, fake_activations = self.operands
-        return activations or gradients or fake_activations or self.optimize_for_gemm
+        operands = self.operands
+        are_quantized = operands.activations or operands.gradients or operands.fake_activations
+        return are_quantized or self.optimize_for_gemm
 
 
 _BY_KEY: dict[str, Quantizer] = {}

@@ -6,9 +6,11 @@ begins within a block needs no special case. A window may also have some of the 
 blocks.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,13 @@ from fp4adam.tensors.blocks import flat_shape, round_up
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
-from fp4adam.tensors.types import Format, StoredTensor
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+    from fp4adam.tensors.quantizer import Quantizer
 
 
-def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
+def matrix_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor is quantized as."""
     *leading, last = tensor.shape
     if leading:
@@ -31,12 +36,12 @@ def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
     return last // max(cols, 1), cols
 
 
-def stored_shape(tensor: StoredTensor) -> tuple[int, int]:
+def stored_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
     return _stored_shape(tensor, *matrix_shape(tensor))
 
 
-def _stored_shape(tensor: StoredTensor, rows: int, cols: int) -> tuple[int, int]:
+def _stored_shape(tensor: QuantizedTensor, rows: int, cols: int) -> tuple[int, int]:
     for name, rows_of_entry in tensor.quantizer.layout.rows_per_entry.items():
         if rows_of_entry == 1 and name.endswith("_data"):
             entries, width = getattr(tensor._shared.tensors, name).shape
@@ -45,18 +50,18 @@ def _stored_shape(tensor: StoredTensor, rows: int, cols: int) -> tuple[int, int]
     return rows, cols
 
 
-def stored_rows(tensor: StoredTensor) -> int:
+def stored_rows(tensor: QuantizedTensor) -> int:
     """Number of rows of the matrix that the inner tensors hold."""
     return stored_shape(tensor)[0]
 
 
-def has_all_columns(tensor: StoredTensor) -> bool:
+def has_all_columns(tensor: QuantizedTensor) -> bool:
     """Whether a tensor has all columns of its storage."""
     own = matrix_shape(tensor)
     return own[1] == _stored_shape(tensor, *own)[1]
 
 
-def is_all(tensor: StoredTensor) -> bool:
+def is_all(tensor: QuantizedTensor) -> bool:
     """Whether a tensor has all values in its storage."""
     if tensor._start:
         return False
@@ -65,14 +70,14 @@ def is_all(tensor: StoredTensor) -> bool:
     return own == (stored if rows is None else rows, cols)
 
 
-def is_whole_blocks(tensor: StoredTensor) -> bool:
+def is_whole_blocks(tensor: QuantizedTensor) -> bool:
     """Whether a tensor has its whole storage, and shares no block with another shard."""
     shared = tensor._shared
     is_cut = shared.global_spec is not None and shared.global_spec.is_cut
     return not (shared.first_row or is_cut) and is_all(tensor)
 
 
-def own_blocks(tensor: StoredTensor) -> StoredTensor:
+def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
     """The tensor on views of only the blocks that hold its rows; itself if it has all values.
 
     The views leave out inner tensors that can be derived. Blocks of some columns are copied.
@@ -98,7 +103,7 @@ def own_blocks(tensor: StoredTensor) -> StoredTensor:
     return type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, shared)
 
 
-def _stored_between(tensor: StoredTensor, low: int, high: int) -> Storage:
+def _stored_between(tensor: QuantizedTensor, low: int, high: int) -> Storage:
     """Views of the inner tensors on stored rows ``low`` to ``high``, without derived ones."""
     tensors = tensor._shared.tensors
     views = {}
@@ -110,7 +115,7 @@ def _stored_between(tensor: StoredTensor, low: int, high: int) -> Storage:
     return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
-def _own_columns(tensor: StoredTensor, tensors: Storage) -> Storage:
+def _own_columns(tensor: QuantizedTensor, tensors: Storage) -> Storage:
     """The columns of a window, from inner tensors that hold all; contiguous."""
     if has_all_columns(tensor):
         return tensors
@@ -121,7 +126,7 @@ def _own_columns(tensor: StoredTensor, tensors: Storage) -> Storage:
     return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
-def _columns_of(tensor: StoredTensor, name: str, inner: Tensor) -> Tensor:
+def _columns_of(tensor: QuantizedTensor, name: str, inner: Tensor) -> Tensor:
     """The window's columns of an inner tensor, without padding."""
     cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.layout.cols_per_entry.get(name)
     if per_entry is None:
@@ -129,9 +134,9 @@ def _columns_of(tensor: StoredTensor, name: str, inner: Tensor) -> Tensor:
     return inner[:, tensor._start_col // per_entry : -(-(tensor._start_col + cols) // per_entry)]
 
 
-def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """Decode a tensor to a plain matrix of ``dtype``; ``after`` as in :meth:`Quantizer.read`."""
-    pending = tensor.flush()._shared.pending
+    pending = tensor._shared.pending
     if pending is not None:
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
@@ -140,28 +145,53 @@ def read(tensor: StoredTensor, dtype: torch.dtype, after: Tensor | None = None) 
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
 
-def write(tensor: StoredTensor, value: Tensor, amax: Tensor | None = None) -> None:
-    """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``."""
+def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) -> None:
+    """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
+
+    Loaders write shards row by row. Where shards share scales, their values are pending until the
+    ranks agree; else they are quantized in whole blocks.
+
+    Raises:
+        RuntimeError: If it is a slice of a whole tensor, or cuts blocks of a shard.
+    """
     shared = tensor._shared
     shares_scales = shared.rows_share_scales
+    if not (is_all(tensor) or shares_scales or _is_run_of_blocks(tensor)):
+        raise RuntimeError(
+            f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
+            f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
+            "weight, or load into plain weights and quantize those"
+        )
     shared.unsettled |= shares_scales
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
-    if not is_all(tensor):
+    if is_all(tensor):
+        shared.pending = matrix.clone() if shares_scales else None
+        if not shares_scales:
+            _quantize(tensor, matrix, amax)
+    elif shares_scales:
         if shared.pending is None:
             shared.pending = _unrounded(tensor, matrix.dtype)
         if shared.pending.dtype != matrix.dtype:
             shared.pending = shared.pending.float()
         rows_of(tensor, shared.pending).copy_(matrix)
-    elif shares_scales:
-        shared.pending = matrix.clone()
     else:
-        shared.pending = None
-        _quantize(tensor, matrix, amax)
+        first = tensor._first_row
+        storage = _stored_between(tensor, first, first + len(matrix))
+        tensor.quantizer.without_derived().write(matrix.contiguous(), storage)
+        _build_derived(_every_row(tensor))
 
 
-def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
+def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
+    """True for whole blocks of rows of a shard, the last of which may be cut by its end."""
+    block, first = tensor.quantizer.layout.block, tensor._first_row
+    stop = first + matrix_shape(tensor)[0]
+    is_cut = first % block or (stop % block and stop < stored_rows(tensor))
+    return tensor._shared.global_spec is not None and has_all_columns(tensor) and not is_cut
+
+
+def _unrounded(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """All rows of a storage as a new matrix: the high-precision initial value, else decoded."""
     init_val = tensor._shared.init_val
     if init_val is None or init_val.is_meta:
@@ -169,21 +199,9 @@ def _unrounded(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
     return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
 
 
-def flush(tensor: StoredTensor) -> None:
-    """Quantize pending rows, unless their scales depend on other ranks."""
-    shared = tensor._shared
-    if shared.pending is None or shared.rows_share_scales:
-        return
-    pending, shared.pending = shared.pending, None
-    _quantize(_every_row(tensor), pending)
-    shared.mark_written()
-    if shared.init_val is not None:
-        shared.init_val = pending
-
-
-def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> bool:
+def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
-    shared, other = tensor._shared, source.flush()._shared
+    shared, other = tensor._shared, source._shared
     if type(tensor) is not type(source):
         return False
     if not tensor.quantizer.writes_codes_of(source.quantizer):
@@ -234,7 +252,7 @@ def copy_bytes(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
     return True
 
 
-def _take_amax(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -> None:
+def _take_amax(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
     """Copy the amax of a whole tensor, and its history, unless the shard has no rows."""
     for name in ("amax", "amax_history") if tensor.numel() else ():
         own = getattr(tensor._shared.tensors, name)
@@ -242,20 +260,20 @@ def _take_amax(tensor: StoredTensor, source: StoredTensor, non_blocking: bool) -
             own.copy_(getattr(source._shared.tensors, name), non_blocking)
 
 
-def _build_derived(tensor: StoredTensor) -> None:
+def _build_derived(tensor: QuantizedTensor) -> None:
     """Write the inner tensors that can be derived from the others."""
     if tensor.quantizer.layout.is_square:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
 
-def is_of(tensor: StoredTensor, value: Tensor, slack: int = 0) -> bool:
+def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
     """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
 
     The scales themselves are not compared: with shards they may depend on other ranks. Codes may
     differ by ``slack``, in formats with one code per byte.
     """
-    pending = tensor.flush()._shared.pending
+    pending = tensor._shared.pending
     part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
     own = slice(part._first_row, part._first_row + rows)
 
@@ -277,7 +295,9 @@ def is_of(tensor: StoredTensor, value: Tensor, slack: int = 0) -> bool:
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 
-def make_shard(tensor: StoredTensor, shape: tuple[int, ...], device: torch.device) -> StoredTensor:
+def make_shard(
+    tensor: QuantizedTensor, shape: tuple[int, ...], device: torch.device
+) -> QuantizedTensor:
     """A new, unwritten shard of ``tensor``, or of the whole tensor that ``tensor`` is a shard of.
 
     Raises:
@@ -312,8 +332,8 @@ def make_shard(tensor: StoredTensor, shape: tuple[int, ...], device: torch.devic
 
 
 def parallel_part(
-    tensor: StoredTensor, dim: int, number: int, n_parts: int, info: Any
-) -> StoredTensor:
+    tensor: QuantizedTensor, dim: int, number: int, n_parts: int, info: Any
+) -> QuantizedTensor:
     """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
 
     It has all inner tensors that the weight has, their bytes, and the weight's amax.
@@ -330,7 +350,7 @@ def parallel_part(
     """
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
-    window = tensor.flush().narrow(dim, number * size, size)
+    window = tensor.narrow(dim, number * size, size)
     shape = tuple(window.shape)
     shared = SharedStorage(
         quantizer.zeros(*flat_shape(shape), tensor.device),
@@ -349,7 +369,7 @@ def parallel_part(
     return part
 
 
-def check_parallel(tensor: StoredTensor, dim: int, n_parts: int) -> None:
+def check_parallel(tensor: QuantizedTensor, dim: int, n_parts: int) -> None:
     """Raise ValueError unless a weight has that many equal parts of whole blocks."""
     what = _check_can_be_sharded(tensor, tensor.quantizer)
     block, last = tensor.quantizer.layout.block, tensor.dim() - 1
@@ -367,7 +387,7 @@ def check_parallel(tensor: StoredTensor, dim: int, n_parts: int) -> None:
         )
 
 
-def _check_can_be_sharded(tensor: StoredTensor, quantizer: Format) -> str:
+def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
     """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
     name = tensor._shared.name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
@@ -381,7 +401,7 @@ def _check_can_be_sharded(tensor: StoredTensor, quantizer: Format) -> str:
 
 
 def replace_init_val(
-    tensor: StoredTensor, value: Tensor | None, copied: StoredTensor | None
+    tensor: QuantizedTensor, value: Tensor | None, copied: QuantizedTensor | None
 ) -> None:
     """Update the high-precision initial value after a write, if it is kept.
 
@@ -402,21 +422,21 @@ def replace_init_val(
         rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
 
 
-def _take_init_val(tensor: StoredTensor, source: StoredTensor) -> None:
+def _take_init_val(tensor: QuantizedTensor, source: QuantizedTensor) -> None:
     tensor._shared.init_val = source._shared.next_init_val
     if source._shared.init_val is not tensor._shared.init_val:
         value = rows_of(source, source._shared.init_val).reshape(tensor.shape)
         tensor._shared.init_val = value.clone()
 
 
-def rows_of(tensor: StoredTensor, value: Tensor) -> Tensor:
+def rows_of(tensor: QuantizedTensor, value: Tensor) -> Tensor:
     """Cut the window [rows, cols] out of a value for all of its storage."""
     rows, cols = matrix_shape(tensor)
     every_row = value.reshape(-1, stored_shape(tensor)[1])[tensor._start : tensor._start + rows]
     return every_row[:, tensor._start_col : tensor._start_col + cols]
 
 
-def _every_row(tensor: StoredTensor) -> StoredTensor:
+def _every_row(tensor: QuantizedTensor) -> QuantizedTensor:
     """A window on all of the storage, as a matrix."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
     return tensor._alias(
@@ -424,7 +444,7 @@ def _every_row(tensor: StoredTensor) -> StoredTensor:
     )
 
 
-def _quantize(tensor: StoredTensor, matrix: Tensor, amax: Tensor | None = None) -> None:
+def _quantize(tensor: QuantizedTensor, matrix: Tensor, amax: Tensor | None = None) -> None:
     """Quantize all rows of a storage that shares no scales with other storages."""
     rows = len(matrix)
     if rows < stored_rows(tensor):

@@ -6,17 +6,21 @@ Exchanging an inner tensor replaces the ``Storage``. So the identity of ``tensor
 and the ``_version`` of the inner tensors shows writes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.tensors.blocks import flat_shape
-from fp4adam.tensors.types import Format
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +49,7 @@ class Storage:
     counter: Tensor | None = None
 
     @classmethod
-    def of(cls, inner: Mapping[str, Tensor]) -> "Storage":
+    def of(cls, inner: Mapping[str, Tensor]) -> Storage:
         """A storage on the memory of ``inner``, with one shared version.
 
         No other code may use these tensors.
@@ -57,11 +61,11 @@ class Storage:
             counted[name].data = tensor  # replaces everything but the version
         return cls(**counted, counter=counter)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Storage":
+    def map(self, function: Callable[[Tensor], Tensor]) -> Storage:
         """A new storage with ``function`` applied to each inner tensor."""
         return Storage.of({name: function(x) for name, x in self.existing().items()})
 
-    def exchange(self, **inner: Tensor | None) -> "Storage":
+    def exchange(self, **inner: Tensor | None) -> Storage:
         """A new storage with some inner tensors replaced."""
         return dataclasses.replace(self, counter=None, **inner)
 
@@ -117,7 +121,7 @@ class GlobalSpec:
     """
 
     shape: tuple[int, ...]
-    quantizer: Format
+    quantizer: Quantizer
     chunk: int
     is_parallel: bool = False
 
@@ -162,8 +166,8 @@ class SharedStorage:
         parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
         rows: Number of rows of the stored matrix that hold values; None for all of them.
         first_row: Index of the first such row; None for a shard that has not been written yet.
-        pending: Plain values [rows, cols] that were written but are not quantized yet, because
-            quantization needs all rows of the tensor.
+        pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
+            on rows of other ranks, or of the tensor that they were copied from.
         init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
             the meta device if the next value that is written is to be kept.
         stepped_by: What lives as long as the optimizer that keeps a master of the weight. While it
@@ -221,9 +225,7 @@ class SharedStorage:
     @property
     def rows_share_scales(self) -> bool:
         """Whether quantization needs rows that this storage does not hold."""
-        if self.global_spec is not None:
-            return self.global_spec.shares_scales
-        return self.is_part
+        return self.is_part if self.global_spec is None else self.global_spec.shares_scales
 
     @property
     def is_part(self) -> bool:

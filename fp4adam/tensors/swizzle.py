@@ -4,6 +4,8 @@ NVFP4 and MXFP8 GEMMs read scales in tiles of 128 rows by 4 blocks (512 bytes), 
 row-major order. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import table_row
+from fp4adam.kernels.launch.schema import SWIZZLE, table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
-from fp4adam.tensors.types import StoredTensor
 
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class ScalePair(NamedTuple):
@@ -103,7 +105,7 @@ def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def build_gemm_scales(tensors: Sequence[StoredTensor]) -> None:
+def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
     """Rewrite the swizzled scales of tensors that store them, in one launch per device.
 
     Addresses stay.
@@ -115,30 +117,30 @@ def build_gemm_scales(tensors: Sequence[StoredTensor]) -> None:
         write_scales(pairs)
 
 
-def gemm_scale_launches(tensors: Sequence[StoredTensor]) -> list["Launch"]:
+def gemm_scale_launches(tensors: Sequence[QuantizedTensor]) -> list[Launch]:
     """The launches of :func:`build_gemm_scales`, for tensors on one GPU; each can be repeated."""
     pairs = [pair for tensor in tensors for pair in _stored_pairs(tensor)]
     return [_launch(pairs, undo=False)] if pairs else []
 
 
-def _stored_pairs(tensor: StoredTensor) -> list[ScalePair]:
+def _stored_pairs(tensor: QuantizedTensor) -> list[ScalePair]:
     return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
 
 
-def read_gemm_scales(tensor: StoredTensor) -> None:
+def read_gemm_scales(tensor: QuantizedTensor) -> None:
     """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
     if tensor.quantizer.optimize_for_gemm:
         write_scales([*scales_of(tensor).values()], undo=True)
 
 
-def new_gemm_scale(tensor: StoredTensor, usage: str) -> Tensor:
+def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
     """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
     pair = _scales_in(tensor, usage)
     write_scales([pair])
     return pair.swizzled
 
 
-def scales_of(tensor: StoredTensor) -> dict[str, ScalePair]:
+def scales_of(tensor: QuantizedTensor) -> dict[str, ScalePair]:
     """The scales in both layouts, by the name of the inner tensor with the swizzled ones.
 
     If the tensor does not store that inner tensor, ``swizzled`` is new and uninitialized.
@@ -147,7 +149,7 @@ def scales_of(tensor: StoredTensor) -> dict[str, ScalePair]:
     return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
 
 
-def _scales_in(tensor: StoredTensor, usage: str) -> ScalePair:
+def _scales_in(tensor: QuantizedTensor, usage: str) -> ScalePair:
     tensors = tensor._shared.tensors
     layout, is_transposed = tensor.quantizer.layout, usage == "columnwise"
     if layout.is_square:
@@ -181,7 +183,7 @@ def write_scales(pairs: list[ScalePair], undo: bool = False) -> None:
     launch_all(pairs[0].plain, [_launch(pairs, undo)])
 
 
-def _launch(pairs: list[ScalePair], undo: bool) -> "Launch":
+def _launch(pairs: list[ScalePair], undo: bool) -> Launch:
     from fp4adam.kernels import swizzle
 
     device = pairs[0].plain.device
@@ -192,8 +194,9 @@ def _launch(pairs: list[ScalePair], undo: bool) -> "Launch":
         row_stride, col_stride = plain.stride()
         rows.append(
             table_row(
-                rowwise_scale=plain.data_ptr(),
-                rowwise_gemm_scale=swizzled.data_ptr(),
+                SWIZZLE,
+                plain=plain.data_ptr(),
+                swizzled=swizzled.data_ptr(),
                 rows=n,
                 cols=blocks,
                 row_stride=row_stride,
@@ -223,10 +226,9 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
 
 def swizzle_padded(scales: Tensor) -> Tensor:
     """Swizzle contiguous scales [rows padded to 128, blocks padded to 4], in one copy."""
-    swizzled = torch.empty_like(scales)
     rows, blocks = scales.shape
-    row_by_row(swizzled, rows, blocks).copy_(scales.view(rows // 128, 4, 32, blocks // 4, 4))
-    return swizzled
+    tiles = scales.view(rows // 128, 4, 32, blocks // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.clone(memory_format=torch.contiguous_format).view(-1).view(rows, blocks)
 
 
 def _write(pair: ScalePair, undo: bool) -> None:

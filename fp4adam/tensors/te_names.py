@@ -3,9 +3,11 @@
 Each says in a line what it is here. ``tests/interop/te_names.md`` lists those that are left out.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,14 +16,17 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
-from fp4adam.tensors.types import Format, StoredTensor
+
+if TYPE_CHECKING:
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
+    from fp4adam.tensors.quantizer import Quantizer
 
 
 def _code_bytes(name: str, transposed: bool, doc: str) -> property:
     """The codes of one direction in the shape of the tensor; assignment moves them elsewhere."""
 
     def get(tensor: Any) -> Tensor | None:
-        codes, shape = getattr(tensor.flush(), name), tuple(tensor.shape)
+        codes, shape = getattr(tensor, name), tuple(tensor.shape)
         if codes is None or codes.numel() != tensor.numel():
             return codes
         return codes.view(shape[-1:] + shape[:-1] if transposed else shape)
@@ -37,13 +42,13 @@ def _code_bytes(name: str, transposed: bool, doc: str) -> property:
 class TensorNames:
     """Names of ``QuantizedTensor`` in Transformer Engine, as a part of this package's class."""
 
-    quantizer: Format
+    quantizer: Quantizer
     # Scales in ``rowwise_scale_inv`` are never swizzled; the swizzled ones have names of their own.
     _with_gemm_swizzled_scales = False
 
     _quantizer = property(lambda tensor: tensor.quantizer, doc="``quantizer``.")
 
-    def _get_quantizer(self) -> Format:
+    def _get_quantizer(self) -> Quantizer:
         return self.quantizer
 
     def get_usages(self) -> dict[str, bool]:
@@ -102,7 +107,7 @@ class TensorNames:
                 "stored already, or follow from rowwise codes of the whole tensor, got neither; "
                 f"make the tensor with {added[0]}=True"
             )
-        stored = self.flush()._shared.tensors.existing()
+        stored = self._shared.tensors.existing()
         if added:
             stored = new.zeros(*rows.matrix_shape(self), self.device).existing() | stored
         kept = {name: stored[name] for name in new.layout.shapes(*rows.stored_shape(self))}
@@ -118,7 +123,7 @@ class Float8Names:
     _data = _code_bytes("_rowwise_data", False, "``rowwise_data`` in the shape of the tensor.")
     _transpose = _code_bytes("_columnwise_data", True, "``columnwise_data``, last dimension first.")
     _scale_inv = property(
-        lambda tensor: tensor.quantizer.per_tensor_scale(tensor.flush()._amax),
+        lambda tensor: tensor.quantizer.per_tensor_scale(tensor._amax),
         doc="Decode scale, float32 [1].",
     )
     # Transposed codes are written with the others.
@@ -155,20 +160,20 @@ class QuantizerNames:
                     "tensor.update_usage()"
                 )
 
-    def copy(self) -> Format:
+    def copy(self) -> Quantizer:
         """The quantizer itself, because it is immutable."""
         return self
 
-    def __call__(self, x: Tensor) -> StoredTensor:
+    def __call__(self, x: Tensor) -> QuantizedTensor:
         return self.quantize(x)
 
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[StoredTensor]:
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[QuantizedTensor]:
         """Quantize several tensors."""
         return [self.quantize(x) for x in tensors]
 
     def update_quantized(
-        self, src: Tensor, dst: StoredTensor, *, noop_flag: Tensor | None = None
-    ) -> StoredTensor:
+        self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
         """``dst.quantize_(src)``.
 
         Raises:

@@ -1,5 +1,7 @@
 """Columnwise codes built by transposing rowwise ones, for square blocks, which share scales."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -7,18 +9,18 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import table_row
+from fp4adam.kernels.launch.schema import CAST, table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
-from fp4adam.tensors.types import StoredTensor
 
 if TYPE_CHECKING:
     from fp4adam.kernels.launch.launch import Launch
+    from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
 
 
-def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
+def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
     """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
 
     Addresses stay. There are at most two launches per code width and device, for any number of
@@ -37,14 +39,14 @@ def build_columnwise(tensors: Sequence[StoredTensor]) -> None:
 
 
 def _codes(
-    tensors: Sequence[StoredTensor],
-) -> dict[tuple[torch.device, int], list[tuple[StoredTensor, tuple[Tensor, Tensor]]]]:
+    tensors: Sequence[QuantizedTensor],
+) -> dict[tuple[torch.device, int], list[tuple[QuantizedTensor, tuple[Tensor, Tensor]]]]:
     """By device and code width, the tensors with columnwise codes; each with all of its codes."""
     groups: dict[tuple[torch.device, int], list] = {}
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
         if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-            codes = (tensor.flush()._rowwise_data, tensor._columnwise_data)
+            codes = (tensor._rowwise_data, tensor._columnwise_data)
             groups.setdefault((tensor.device, tensor.quantizer.layout.code_bits), []).append(
                 (tensor, codes)
             )
@@ -52,35 +54,24 @@ def _codes(
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
-    """A transposed copy of uint8 codes: [rows, cols * bits / 8] to [cols, rows * bits / 8].
-
-    A stack of matrices [n, ...] is transposed matrix by matrix, in one launch.
-    """
-    return (_transposed if backend.runs_eagerly(codes) else _transposed_op)(codes, bits)
-
-
-def _transposed(codes: Tensor, bits: int) -> Tensor:
-    transposed = _room_for_transposed(codes, bits)
-    if codes.dim() == 2:
-        pairs = [(codes, transposed)]
-    else:
-        pairs = list(zip(codes.unbind(), transposed.unbind(), strict=True))
-    transpose_codes(pairs, bits, codes.device)
+    """A transposed copy of uint8 codes: [rows, cols * bits / 8] to [cols, rows * bits / 8]."""
+    if not (backend.runs_eagerly(codes) and backend.uses_kernels(codes.device)):
+        return _transposed(codes, bits)
+    rows, width = codes.shape
+    transposed = codes.new_empty(width * 8 // bits, rows * bits // 8)
+    transpose_codes([(codes, transposed)], bits, codes.device)
     return transposed
 
 
-def _room_for_transposed(codes: Tensor, bits: int) -> Tensor:
-    *stack, rows, width = codes.shape
-    return codes.new_empty(*stack, width * 8 // bits, rows * bits // 8)
+def _transposed(codes: Tensor, bits: int) -> Tensor:
+    """The same in plain operators, which ``torch.compile`` can fuse."""
+    if bits == 8:
+        return codes.t().contiguous()
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).t()
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-_transposed_op = torch.library.custom_op("fp4adam::transposed_codes", mutates_args=())(_transposed)
-
-
-_transposed_op.register_fake(_room_for_transposed)
-
-
-def check_square(i: int, tensor: StoredTensor, name: str = "tensors") -> None:
+def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     kind = type(tensor).__name__
     quantizer = getattr(tensor, "quantizer", None)
@@ -112,9 +103,7 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
         launch_all(pairs[0][0], _launches(pairs, bits, device))
 
 
-def _launches(
-    pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device
-) -> list["Launch"]:
+def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> list[Launch]:
     from fp4adam.kernels import transpose
 
     rows: list[list[int]] = []
@@ -123,7 +112,8 @@ def _launches(
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
         codes = source.data_ptr(), target.data_ptr()
-        rows.append(table_row(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n))
+        fields = dict(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
+        rows.append(table_row(CAST, **fields))
         side = transpose.TILE[bits]
         aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
         bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)

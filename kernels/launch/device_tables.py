@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import COLUMNS, HYPER_COLUMNS, SCALARS_WIDTH, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import HYPER_COLUMNS, SCALARS_WIDTH, STEP, TABLE_WIDTH
 
 # Up to this size the driver stages a copy of pageable memory itself, in a third of the time that
 # pinned memory takes. For larger copies it would wait for the device.
 _STAGED_BYTES = 64 * 1024
 
-GRAD, SCALARS = COLUMNS.index("grad"), COLUMNS.index("scalars")
+GRAD, SCALARS = STEP.index("grad"), STEP.index("scalars")
 
 
 class DeviceTables:

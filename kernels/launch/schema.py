@@ -3,8 +3,8 @@
 Does not import Triton, which the code that fills them does not need.
 """
 
-# One int64 row per tensor: addresses and sizes.
-COLUMNS = (
+# One int64 row per tensor: addresses and sizes. What two tables have in common is in one place.
+STEP = (
     "grad",  # 0 if the tensor takes no part in this step
     "scalars",  # index of its row of scalars
     "value",
@@ -25,39 +25,36 @@ COLUMNS = (
     "columnwise_gemm_scale",
     "amax_history",
 )
-TABLE_WIDTH = len(COLUMNS)
+CAST = (
+    "start",  # the span of elements
+    "stop",
+    "value",
+    "tensor_amax",  # amaxes of the values: of the tensor, and grids of those of blocks
+    "rowwise_amax",
+    "columnwise_amax",
+    *STEP[6:13],
+)
+SWIZZLE = (
+    "plain",
+    "swizzled",
+    "rows",  # of the swizzled scales, without padding
+    "cols",
+    "row_stride",  # of the plain scales, in bytes
+    "col_stride",
+    "repeats",  # rows of the swizzled scales per row of the plain ones
+)
+TABLE_WIDTH = len(STEP)
 
-# Other names of columns, for kernels that take no step, and for formats without a history.
-_OTHER_NAMES = {
-    "changed": "amax_history",  # flags of the units that a step changes
-    # Casts
-    "start": "grad",  # the span of elements
-    "stop": "scalars",
-    "tensor_amax": "exp_avg",  # amaxes of the values
-    "rowwise_amax": "exp_avg_sq",
-    "columnwise_amax": "max_exp_avg_sq",
-    "choices": "value_extra",
-    # Swizzles of ``rowwise_scale`` to ``rowwise_gemm_scale``
-    "row_stride": "grad",
-    "col_stride": "scalars",
-    "repeats": "value",  # rows of the swizzled scales per row of the plain ones
-}
-INDEX = {name: i for i, name in enumerate(COLUMNS)}
-INDEX |= {other: INDEX[name] for other, name in _OTHER_NAMES.items()}
 
-
-def table_row(**fields: int) -> list[int]:
-    """A row of the table with these columns, 0 in all others.
+def table_row(columns: tuple[str, ...], **fields: int) -> list[int]:
+    """A row of a table with these columns: 0 in all that are not given.
 
     Raises:
-        KeyError: If there is no such column.
-        ValueError: If two names are of one column.
+        ValueError: If there is no such column.
     """
     row = [0] * TABLE_WIDTH
     for name, field in fields.items():
-        row[INDEX[name]] = field
-    if len({INDEX[name] for name in fields}) < len(fields):
-        raise ValueError(f"fields must be of different columns, got {', '.join(fields)}")
+        row[columns.index(name)] = field
     return row
 
 

@@ -11,28 +11,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.launch.schema import COLUMNS, INDEX, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import STEP, TABLE_WIDTH
 
-GRAD = tl.constexpr(COLUMNS.index("grad"))
-SCALARS = tl.constexpr(COLUMNS.index("scalars"))
-VALUE = tl.constexpr(COLUMNS.index("value"))
-EXP_AVG = tl.constexpr(COLUMNS.index("exp_avg"))
-EXP_AVG_SQ = tl.constexpr(COLUMNS.index("exp_avg_sq"))
-MAX_EXP_AVG_SQ = tl.constexpr(COLUMNS.index("max_exp_avg_sq"))
-ROWWISE_DATA = tl.constexpr(COLUMNS.index("rowwise_data"))
-ROWWISE_SCALE = tl.constexpr(COLUMNS.index("rowwise_scale"))
-COLUMNWISE_DATA = tl.constexpr(COLUMNS.index("columnwise_data"))
-COLUMNWISE_SCALE = tl.constexpr(COLUMNS.index("columnwise_scale"))
-AMAX = tl.constexpr(COLUMNS.index("amax"))
-ROWS = tl.constexpr(COLUMNS.index("rows"))
-COLS = tl.constexpr(COLUMNS.index("cols"))
-VALUE_EXTRA = tl.constexpr(COLUMNS.index("value_extra"))
-EXP_AVG_SCALE = tl.constexpr(COLUMNS.index("exp_avg_scale"))
-EXP_AVG_SQ_SCALE = tl.constexpr(COLUMNS.index("exp_avg_sq_scale"))
-ROWWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("rowwise_gemm_scale"))
-COLUMNWISE_GEMM_SCALE = tl.constexpr(COLUMNS.index("columnwise_gemm_scale"))
-AMAX_HISTORY = tl.constexpr(COLUMNS.index("amax_history"))
-CHANGED = tl.constexpr(INDEX["changed"])
+GRAD = tl.constexpr(STEP.index("grad"))
+SCALARS = tl.constexpr(STEP.index("scalars"))
+VALUE = tl.constexpr(STEP.index("value"))
+EXP_AVG = tl.constexpr(STEP.index("exp_avg"))
+EXP_AVG_SQ = tl.constexpr(STEP.index("exp_avg_sq"))
+MAX_EXP_AVG_SQ = tl.constexpr(STEP.index("max_exp_avg_sq"))
+ROWWISE_DATA = tl.constexpr(STEP.index("rowwise_data"))
+ROWWISE_SCALE = tl.constexpr(STEP.index("rowwise_scale"))
+COLUMNWISE_DATA = tl.constexpr(STEP.index("columnwise_data"))
+COLUMNWISE_SCALE = tl.constexpr(STEP.index("columnwise_scale"))
+AMAX = tl.constexpr(STEP.index("amax"))
+ROWS = tl.constexpr(STEP.index("rows"))
+COLS = tl.constexpr(STEP.index("cols"))
+VALUE_EXTRA = tl.constexpr(STEP.index("value_extra"))
+EXP_AVG_SCALE = tl.constexpr(STEP.index("exp_avg_scale"))
+EXP_AVG_SQ_SCALE = tl.constexpr(STEP.index("exp_avg_sq_scale"))
+ROWWISE_GEMM_SCALE = tl.constexpr(STEP.index("rowwise_gemm_scale"))
+COLUMNWISE_GEMM_SCALE = tl.constexpr(STEP.index("columnwise_gemm_scale"))
+AMAX_HISTORY = tl.constexpr(STEP.index("amax_history"))
 WIDTH = tl.constexpr(TABLE_WIDTH)
 
 # Every address in the table is a multiple of this many bytes.
@@ -123,39 +122,13 @@ def tile_grid(
     return tiles
 
 
-class Usage(NamedTuple):
-    """The parts of a quantized weight that a kernel writes, as one compile-time argument.
-
-    Attributes:
-        rowwise: Whether to write rowwise codes.
-        columnwise: Whether to write columnwise codes.
-        square: Whether one scale per square block serves both directions.
-        swizzled: Whether to write swizzled scales too.
-        adaptive: The error, "mae" or "mse", by which NVFP4 chooses each block's scale, or None.
-        bound: The block scale of NVFP4 that the amax of the tensor maps to, 448 or 256.
-        records: Whether to flag the units of rowwise codes and scales that change.
-    """
-
-    rowwise: bool
-    columnwise: bool
-    square: bool = False
-    swizzled: bool = False
-    adaptive: str | None = None
-    bound: int = 448
-    records: bool = False
-
-
 class Storage(NamedTuple):
-    """Pointers to codes and scales of a quantized weight; None for those that are not written.
-
-    ``changed``: to the flags of its units, for ``Usage.records``.
-    """
+    """Pointers to codes and scales of a quantized weight; None for those that are not written."""
 
     rowwise_data: Any
     rowwise_scale: Any
     columnwise_data: Any
     columnwise_scale: Any
-    changed: Any
 
 
 class GemmScales(NamedTuple):
@@ -173,7 +146,6 @@ def storage_pointers(table, tensor, CODES: tl.constexpr, SCALES: tl.constexpr):
         pointer(table, tensor, ROWWISE_SCALE, SCALES),
         pointer(table, tensor, COLUMNWISE_DATA, CODES),
         pointer(table, tensor, COLUMNWISE_SCALE, SCALES),
-        pointer(table, tensor, CHANGED, tl.uint8),
     )
 
 
@@ -194,27 +166,3 @@ class Tile(NamedTuple):
     loop: int
     num_warps: int
     num_stages: int
-
-
-def cover(
-    shapes: list[tuple[int, int]], large: Tile, small: Tile, band: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cover matrices with large tiles, and the rest at their edges with small tiles.
-
-    Args:
-        shapes: [rows, cols] of each tensor, multiples of the small tile.
-        large: The tile for most of a matrix.
-        small: A tile that divides the large tile and every matrix.
-        band: As for :func:`tile_grid`, of the large tiles.
-
-    Returns:
-        The two tile lists, int32 [n, 4].
-    """
-    height, width = large.rows * large.loop, large.cols
-    inner, edge = [], []
-    for i, (rows, cols) in enumerate(shapes):
-        full_rows, full_cols = rows - rows % height, cols - cols % width
-        inner.append(tile_grid(i, (0, full_rows, height), (0, full_cols, width), band))
-        edge.append(tile_grid(i, (0, full_rows, small.rows), (full_cols, cols, small.cols)))
-        edge.append(tile_grid(i, (full_rows, rows, small.rows), (0, cols, small.cols)))
-    return torch.cat(inner), torch.cat(edge)

@@ -5,98 +5,10 @@ take far more time than their size suggests. So the words of several tiles are k
 transposed together, and written as segments of 32 bytes or more.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp4adam.kernels.launch.launch import Launch, alignment
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-
-# Groups of eight codes per program of a dequantize kernel: two per thread.
-WORDS = 256
-
-
-def word_decoder(kernel: Any) -> Callable[..., Callable[[], None]]:
-    """A function that makes decoders from a dequantize kernel, with launches cached per shape.
-
-    It takes codes, scales and amax as the kernel does, ``out`` [rows, cols], the strides of the
-    scales within a part, and constexprs of the kernel. Codes are [rows, ...], or a stack [parts,
-    rows of a part, ...] with scales [parts, ...], which may have gaps between parts; a block that
-    a part cuts has a scale in both. A decoder takes nothing. It launches the kernel on these
-    tensors, whose memory may have been reallocated since, with the same alignment.
-    """
-
-    @functools.lru_cache(maxsize=4096)
-    def launch(
-        rows: int,
-        cols: int,
-        strides: tuple[int, ...],
-        parts: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: int | None,
-        aligned: tuple[bool, ...],
-        **constexprs: Any,
-    ) -> Launch:
-        n_words = rows * cols // 8
-        fixed = n_words, cols // 8, *strides, *parts
-        constexprs |= {"PARTED": parts[0] > 0, "N": WORDS}
-        return Launch(kernel, triton.cdiv(n_words, WORDS), fixed, constexprs)
-
-    def decoder(
-        data: Tensor, *scales: Tensor, out: Tensor, strides: tuple, **constexprs: Any
-    ) -> Callable[[], None]:
-        parts = 0, 0, 0
-        if data.dim() == 3:
-            _, rows, row_bytes = data.shape
-            parts = rows, data.stride(0) - rows * row_bytes, scales[0].stride(0)
-        # Dtype, device and alignments are part of the key, because they need different kernels.
-        same = *out.shape, strides, parts, out.dtype, out.device.index, alignment(*scales)
-        return functools.partial(launch(*same, **constexprs), data, *scales, out)
-
-    return decoder
-
-
-def are_aligned(data: Tensor) -> bool:
-    """Whether codes are aligned to 16 bytes, as the kernels that read words need."""
-    return data.data_ptr() % 16 == 0 and (data.dim() == 2 or data.stride(0) % 16 == 0)
-
-
-@triton.jit
-def part_of(row, rows_per_part, BLOCK: tl.constexpr, PARTED: tl.constexpr):
-    """The part of each row, int64, and the row's block of BLOCK rows within it, int64.
-
-    Unless PARTED, all rows are in part 0. Parts may cut blocks, and both have a cut one then.
-    """
-    part = row // rows_per_part if PARTED else tl.zeros_like(row)
-    first = part * rows_per_part
-    return part.to(tl.int64), (row // BLOCK - first // BLOCK).to(tl.int64)
-
-
-@triton.jit
-def word_positions(n_words, words_per_row, N: tl.constexpr):
-    """The positions of this program's N groups of eight neighbouring codes in a matrix.
-
-    Returns tiles [N]: the index of each group, whether it exists, its row, and its index in the
-    row.
-    """
-    # The hint puts neighbouring groups in different threads; each writes its own 16 bytes of BF16.
-    lane = tl.max_contiguous(tl.arange(0, N), 1)
-    word = tl.program_id(0) * N + lane
-    row = word // words_per_row
-    return word, word < n_words, row, word - row * words_per_row
-
-
-@triton.jit
-def word_offsets(word):
-    """Element offsets [N, 8], int64, of groups of eight codes."""
-    # The hints let a thread access the eight elements of a group at once.
-    offs = word.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return tl.max_contiguous(tl.multiple_of(offs, (1, 8)), (1, 8))
 
 
 @triton.jit

@@ -95,16 +95,8 @@ def test_scales_that_the_model_has_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{}, {"hidden_size": 64}, None])
-@pytest.mark.parametrize(
-    "details",
-    [
-        {"quant_algo": "NVFP4", "group_size": 16},
-        {"quant_algo": "W4A16_NVFP4"},
-        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
-            "up": {"quant_algo": "NVFP4"}, "down": {"quant_algo": "W4A16_NVFP4"}}},
-    ],
-)  # fmt: skip
-def test_hf_quant_config_alone(details, config, tmp_path):
+def test_hf_quant_config_alone(config, tmp_path):
+    details = {"quant_algo": "NVFP4", "group_size": 16}
     model = build("nvfp4")
     export_checkpoint(model, tmp_path, "modelopt")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
@@ -112,28 +104,6 @@ def test_hf_quant_config_alone(details, config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert_imports(tmp_path, model)
-
-
-WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        {"a": {"format": "nvfp4-pack-quantized"}},
-        {"a": {"format": "nvfp4-pack-quantized", "weights": WEIGHTS}, "b": {"weights": WEIGHTS}},
-    ],
-)
-def test_mixed_precision_that_is_one_format(groups, tmp_path):
-    model = build("nvfp4")
-    export_checkpoint(model, tmp_path)
-    changes = {"format": "mixed-precision", "config_groups": groups}
-    configure(tmp_path, lambda config: config.update(changes))
-    assert_imports(tmp_path, model)
-    groups = {**groups, "c": {"format": "float-quantized"}}
-    configure(tmp_path, lambda config: config.update(config_groups=groups))
-    with pytest.raises(ValueError, match="format must be one of .* got 'mixed-precision'"):
-        import_checkpoint(build(None), tmp_path)
 
 
 # Experts

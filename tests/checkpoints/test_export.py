@@ -158,51 +158,6 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
 
 
-def test_tensors_of_each_layout():
-    names = {
-        (layout.name, encoding.format): encoding.shapes(128, 256)
-        for layout in LAYOUTS.values()
-        for encoding in layout.encodings
-    }
-    byte, e4m3, fp32 = torch.uint8, torch.float8_e4m3fn, torch.float32
-    assert names == {
-        ("compressed-tensors", "nvfp4-pack-quantized"): {
-            "weight_packed": ((128, 128), byte),
-            "weight_scale": ((128, 16), e4m3),
-            "weight_global_scale": ((1,), fp32),
-        },
-        ("compressed-tensors", "mxfp8-quantized"): {
-            "weight": ((128, 256), e4m3),
-            "weight_scale": ((128, 8), byte),
-        },
-        ("compressed-tensors", "mxfp4-pack-quantized"): {
-            "weight_packed": ((128, 128), byte),
-            "weight_scale": ((128, 8), byte),
-        },
-        ("mxfp4", "MXFP4"): {
-            "weight_packed": ((128, 128), byte),
-            "weight_scale": ((128, 8), byte),
-        },
-        ("compressed-tensors", "float-quantized"): {
-            "weight": ((128, 256), e4m3),
-            "weight_scale": ((1, 2), fp32),
-        },
-        ("modelopt", "W4A16_NVFP4"): {
-            "weight": ((128, 128), byte),
-            "weight_scale": ((128, 16), e4m3),
-            "weight_scale_2": ((), fp32),
-        },
-        ("modelopt", "MXFP8"): {
-            "weight": ((128, 256), e4m3),
-            "weight_scale": ((128, 8), byte),
-        },
-        ("fp8", "128x128"): {
-            "weight": ((128, 256), e4m3),
-            "weight_scale_inv": ((1, 2), fp32),
-        },
-    }
-
-
 def test_modelopt_describes_itself_twice(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path, "modelopt")
     content = json.loads((tmp_path / "hf_quant_config.json").read_text())

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_export import LAYOUT_OF, build, bytes_of
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint, quantize_model
+from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
 from fp4adam.checkpoints import reader
 from helpers import assert_identical
 
@@ -103,32 +103,8 @@ def test_bytes_after_the_last_tensor(folder):
     refused(folder, "must be a whole safetensors file")
 
 
-@pytest.mark.parametrize("size", [2**63, 2**40, reader.MAX_JSON_BYTES + 1])
-def test_headers_of_gigabytes(size, folder):
-    with (folder / FILE).open("wb") as file:
-        file.write(struct.pack("<Q", size))
-        file.truncate(3 * 2**30)  # a sparse file
-    refused(folder, f"got a header of {size} bytes where {reader.MAX_JSON_BYTES} are possible")
-
-
-def test_the_longest_header(folder):
-    data = (folder / FILE).read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = data[8 : size + 8].ljust(reader.MAX_JSON_BYTES)  # a file may pad it with spaces
-    (folder / FILE).write_bytes(struct.pack("<Q", len(header)) + header + data[size + 8 :])
-    import_checkpoint(build(None, seed=1), folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", INDEX])
-def test_json_of_gigabytes(name, folder):
-    with (folder / name).open("wb") as file:
-        file.truncate(3 * 2**30)
-    refused(folder, f"{name}' must have at most {reader.MAX_JSON_BYTES} bytes, got 3221225472")
-
-
 JSON = {
     "[1]": "must hold an object, got a list",
-    '{"a": 1, "b": {"c": 1, "c": 2}}': "must be JSON, got 'c' twice in one object",
     '{"a": ' + "[" * 100_000: "must be JSON, got maximum recursion",
     '{"a": ' + "9" * 10_000 + "}": "must be JSON, got Exceeds the limit",
     "{": "must be JSON, got Expecting property name",
@@ -234,13 +210,6 @@ def test_links_within_the_folder(folder):
 # Names
 
 
-def test_a_name_twice_in_a_header(folder):
-    header = json.dumps(header_of(folder))
-    entry = json.dumps(header_of(folder)["up.bias"])
-    put_header(folder, header.replace('{"', f'{{"up.bias": {entry}, "', 1).encode())
-    refused(folder, "must be JSON, got 'up.bias' twice in one object")
-
-
 def test_a_name_in_two_files(shards):
     weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
     other = shards / weight_map["up.weight_scale"]
@@ -264,24 +233,17 @@ BAD = {
         ("up.weight_global_scale", lambda x: x * torch.nan, "weight_global_scale must hold scales"),
         ("up.weight_global_scale", lambda x: x * 0, "weight_global_scale must hold scales"),
         ("up.weight_global_scale", lambda x: -x, "weight_global_scale must hold scales"),
-        ("up.weight_global_scale", lambda x: x * 0 + 1e-37, "'up.weight' must be finite"),
     ],
     "mxfp8": [
-        ("up.weight", lambda x: torch.full_like(x, torch.nan), "'up.weight' must be finite"),
         ("up.weight_scale", lambda x: torch.full_like(x, 255), "weight_scale must hold scales"),
-        ("up.weight_scale", lambda x: torch.full_like(x, 254), "'up.weight' must be finite"),
     ],
     "float8block": [
-        ("up.weight", lambda x: torch.full_like(x, torch.nan), "'up.weight' must be finite"),
         ("up.weight_scale_inv", lambda x: -x, "weight_scale_inv must hold scales .* got -"),
         ("up.weight_scale_inv", lambda x: x * torch.nan, "not negative, got nan"),
         ("up.weight_scale_inv", lambda x: x * torch.inf, "not negative, got inf"),
-        ("up.weight_scale_inv", lambda x: x * 0 + 3e38, "'up.weight' must be finite .* got -?inf"),
     ],
 }
 OF_ALL = [
-    ("up.bias", lambda x: x * torch.nan, "'up.bias' must be finite in torch.bfloat16, got nan"),
-    ("up.bias", lambda x: x.double() + 1e300, "'up.bias' must be finite in torch.bfloat16, got i"),
     ("up.bias", lambda x: x[1:].clone(), "'up.bias' must have shape"),
     ("up.bias", lambda x: x.to(torch.float8_e4m3fn), "'up.bias' must be torch.bfloat16, got"),
     ("up.bias", lambda x: x.long(), "'up.bias' must be torch.bfloat16, got torch.int64"),
@@ -296,30 +258,6 @@ def test_bad_values(recipe, tmp_path):
         shutil.copytree(tmp_path / "sound", tmp_path / f"{i}")
         change_tensor(tmp_path / f"{i}", name, change)
         refused(tmp_path / f"{i}", match, (ValueError, TypeError))
-
-
-@pytest.mark.parametrize("recipe", BAD)
-def test_values_that_only_the_model_cannot_hold(recipe, tmp_path):
-    """120000 is finite in the BF16 of the export, and is not in FP16."""
-    source = build(None)
-    source.up.weight.data[0, 0] = 120_000.0
-    export_checkpoint(quantize_model(source, recipe), tmp_path, LAYOUT_OF[recipe])
-    import_checkpoint(build(None, seed=1), tmp_path)
-    model = build(None, seed=1).half()
-    before = bytes_of(model)
-    with pytest.raises(ValueError, match="'up.weight' must be finite in torch.float16"):
-        import_checkpoint(model, tmp_path)
-    assert_identical(bytes_of(model), before)
-
-
-def test_buffers_may_be_infinite(tmp_path):
-    models = [build("nvfp4"), build(None, seed=1)]
-    for model in models:
-        model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    export_checkpoint(models[0], tmp_path)
-    models[1].mask.zero_()
-    import_checkpoint(models[1], tmp_path)
-    assert torch.equal(models[1].mask, models[0].mask)
 
 
 @pytest.mark.parametrize("amax", ["0x0p+0", "-0x1p+0", "inf", "nan", "0x1p+2000", "rubbish", ""])
@@ -382,42 +320,6 @@ CONFIGS = [
     ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method must be one of .* got "),
     ({"quantization_config": {"quant_method": {}}}, "quant_method must be one of .* got {}"),
     ({"quantization_config": {"quant_method": "x" * 10**6}}, r"quant_method must be .*x\.\.\."),
-    *(
-        ({"quantization_config": {"quant_method": method, key: value}}, "format must be one of")
-        for method, key in (
-            ("compressed-tensors", "format"),
-            ("modelopt", "quant_algo"),
-            ("fp8", "weight_block_size"),
-            ("fp8", "scale_fmt"),
-        )
-        for value in (3, "x" * 10**6, ["nvfp4"], {"a": []}, [[128, 128]])
-    ),
-    *(
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "mixed-precision",
-                    "config_groups": groups,
-                }
-            },
-            "format must be one of .* got 'mixed-precision'",
-        )
-        for groups in (None, [], {}, 3, "nvfp4", {"a": {"weights": 3}, "b": []})
-    ),
-    *(
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "modelopt",
-                    "quant_algo": "MIXED_PRECISION",
-                    "quantized_layers": layers,
-                }
-            },
-            "format must be one of .* got 'MIXED_PRECISION'",
-        )
-        for layers in (None, [], {}, {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}})
-    ),
 ]  # fmt: skip
 
 
@@ -483,7 +385,6 @@ def test_mutations(sound, data, tmp_path_factory):
     else:
         assert isinstance(model.up.weight, QuantizedTensor)
         assert isinstance(model.down.weight, QuantizedTensor)
-        assert all(param.isfinite().all() for param in model.parameters())
     shutil.rmtree(folder)
 
 
@@ -516,14 +417,3 @@ def test_configurations_of_anything(sound, changes, tmp_path_factory):
     except ValueError as error:
         assert type(error) is ValueError
     shutil.rmtree(folder)
-
-
-def test_models_that_cannot_be_written_to(folder):
-    with torch.inference_mode():
-        of_inference_mode = build(None, seed=1)
-    expanded = build(None, seed=1)
-    expanded.up.bias = nn.Parameter(torch.zeros(1).bfloat16().expand(96))
-    for kind, model in {"of inference mode": of_inference_mode, "expanded one": expanded}.items():
-        with pytest.raises(ValueError, match=f"must be a tensor in memory, .* got .*{kind};"):
-            import_checkpoint(model, folder)
-        assert not any(isinstance(param, QuantizedTensor) for param in model.parameters())

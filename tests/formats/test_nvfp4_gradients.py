@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 import format_reference as reference
 from fp4adam import NVFP4Quantizer, Recipe, quantize_model
+from fp4adam.formats import nvfp4_gradients
 from fp4adam.formats.nvfp4_gradients import (
     SIGNS,
     e2m1_stochastic_code,
     hadamard,
-    quantize_stochastically,
 )
-from fp4adam.nn.operand import quantize
-from fp4adam.nn.scaled_matmul import decode
+from fp4adam.nn.operand import NVFP4Operands, quantize
 from helpers import randn
 
 QUANTIZER = NVFP4Quantizer()
@@ -27,7 +26,7 @@ def matrix() -> Tensor:
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < 16:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return torch.tensor(SIGNS, dtype=torch.float64)[:, None] * h / 4
+    return torch.tensor([1.0 - 2 * (SIGNS >> i & 1) for i in range(16)]).double()[:, None] * h / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,7 +48,7 @@ def test_operands_of_activations_are_transformed_along_the_tokens_and_rounded_to
         assert torch.equal(operand.codes, torch.from_numpy(fields["rowwise_data"]))
         assert operand.amax.item() == fields["amax_rowwise"].item()
         decoded = reference.dequantize("nvfp4_1d", fields)
-        assert torch.equal(decode(operand)[: len(value)], torch.from_numpy(decoded))
+        assert torch.equal(NVFP4Operands().decode(operand)[: len(value)], torch.from_numpy(decoded))
 
 
 def test_codes_are_those_next_to_a_value_and_right_on_average(monkeypatch):
@@ -75,9 +74,11 @@ def test_codes_are_those_next_to_a_value_and_right_on_average(monkeypatch):
 @pytest.mark.parametrize("value", [randn(32, 64), randn(32, 64) * 1e-30, torch.zeros(32, 64)])
 def test_scales_do_not_depend_on_the_rounding(value):
     nearest = NVFP4Quantizer(two_dimensional=False, columnwise=False).quantize(value)
-    codes, scales, amax = quantize_stochastically(value)
-    assert torch.equal(scales, nearest._rowwise_scale_inv) and torch.equal(amax, nearest._amax)
-    assert codes.shape == nearest._rowwise_data.shape
+    for at_random in (False, True):
+        codes, scales, amax = nvfp4_gradients.quantize(value, at_random=at_random)
+        assert torch.equal(scales, nearest._rowwise_scale_inv) and torch.equal(amax, nearest._amax)
+        assert codes.shape == nearest._rowwise_data.shape
+        assert at_random or torch.equal(codes, nearest._rowwise_data)
 
 
 def test_the_gradient_of_a_weight_is_right_on_average():
@@ -94,7 +95,7 @@ def test_the_gradient_of_a_weight_is_right_on_average():
     assert not torch.equal(found[0][0], found[1][0])
     # The activations are rounded to nearest, once and for all.
     _, columns = quantize(x, QUANTIZER, False, True)
-    expected = hadamard(grad.t().contiguous()) @ decode(columns)[:, :64].t()
+    expected = hadamard(grad.t().contiguous()) @ NVFP4Operands().decode(columns)[:, :64].t()
     for actual, wanted in (
         (torch.stack([dw for dw, _ in found]), expected),
         (torch.stack([dx for _, dx in found]), grad @ model[0].weight.dequantize()),

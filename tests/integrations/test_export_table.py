@@ -31,7 +31,8 @@ def test_cells_are_what_transformers_makes_of_the_files(name, recipe, layout):
     # By the reader and its version. Whoever refuses says so itself.
     version = re.escape(transformers.__version__.rpartition(".")[0])
     is_warned = any(re.search(rf"(transformers|from_pretrained) \({version}\)", x) for x in said)
-    assert cell == "reader refuses" or is_warned == (cell == "misread"), said
+    if name != "GPT-2":  # whose layers the user has exchanged for nn.Linear
+        assert cell == "reader refuses" or is_warned == (cell == "misread"), said
 
 
 def test_the_page_has_the_table():

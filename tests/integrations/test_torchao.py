@@ -199,3 +199,22 @@ def test_what_no_kernel_writes_is_refused(make, words):
 def test_torchao_is_not_imported_unless_the_user_does():
     code = "import sys, fp4adam; assert not any(name.startswith('torchao') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_wrappers_of_plain_weights_are_stepped_as_plain_ones() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    layers = []
+    for kind in (torch.optim.AdamW, FP4Adam):
+        torch.manual_seed(0)
+        layer = convert_to_float8_training(nn.Linear(32, 32), config=config)
+        assert type(layer.weight).__name__ == "WeightWithDynamicFloat8CastTensor"
+        optimizer = kind(layer.parameters(), lr=1e-2)
+        for _ in range(3):
+            layer.weight.grad = torch.ones(32, 32)
+            layer.bias.grad = torch.ones(32)
+            optimizer.step()
+        layers.append(layer)
+    expected, actual = (layer.weight._tensor for layer in layers)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)

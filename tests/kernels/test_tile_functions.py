@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from elementwise import elementwise
-from fp4adam.kernels.float8_block import decode_scale, float8_scale
+from fp4adam.kernels.format import float32_scale, inverse_scale
 from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16
 from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
 from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
@@ -22,9 +22,9 @@ def _scales_kernel(
     POW_2: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0) * N + tl.arange(0, N)
-    scale = float8_scale(tl.load(amax_ptr + offs), epsilon, LARGEST, POW_2)
+    scale = float32_scale(tl.load(amax_ptr + offs), epsilon, LARGEST, POW_2)
     tl.store(scale_ptr + offs, scale)
-    tl.store(decode_ptr + offs, decode_scale(scale, POW_2))
+    tl.store(decode_ptr + offs, inverse_scale(scale, POW_2))
 
 
 @np.errstate(invalid="ignore")  # the interpreter computes with signalling NaNs in numpy

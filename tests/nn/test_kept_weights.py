@@ -131,11 +131,10 @@ def test_blocks_of_threads_end_in_any_order(read):
 
 @every_format
 def test_operands_of_weights_are_kept_as_well(weights, monkeypatch):
-    made, original = [], operand._weight_operand
-    monkeypatch.setattr(
-        operand, "_weight_operand", lambda *args: made.append(args[1]) or original(*args)
-    )
-    layer = layer_in(Recipe(weights, activations=True, gradients=True))
+    layer, made = layer_in(Recipe(weights, activations=True, gradients=True)), []
+    kind = type(operand.FORMATS[type(layer.weight.quantizer)])
+    original = kind.of_weight
+    monkeypatch.setattr(kind, "of_weight", lambda *args: made.append(args[2]) or original(*args))
     expected = microbatches(layer)
     made.clear()
     with kept_weights():

@@ -83,7 +83,7 @@ def test_integers_and_stacks_of_weights_are_refused():
     with pytest.raises(TypeError, match="input must be floating point .* got torch.int64; convert"):
         layer_in()(torch.ones(3, IN, dtype=torch.int64))
     stack = NVFP4Quantizer().quantize(torch.randn(2, 32, 64))
-    with pytest.raises(ValueError, match=r"2-dimensional .* got \(2, 32, 64\); multiply"):
+    with pytest.raises(ValueError, match=r"2-dimensional .* got \(2, 32, 64\); a stack"):
         F.linear(torch.ones(3, 64), stack)
 
 

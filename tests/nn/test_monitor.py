@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import fp4adam
 from fp4adam import FP4Adam, MasterWeightOptimizer, QuantizationMonitor, quantize_model
-from fp4adam.nn import monitor
+from fp4adam.nn import report
 from ranks import run_ranks
 
 # Magnitude bits of a code, and the largest magnitude.
@@ -43,10 +42,10 @@ def test_numbers_are_those_of_plain_torch(name):
     with torch.no_grad():  # some codes are 0 where the master is not, and some masters are 0
         weight.copy_(make_model()[0].weight * torch.logspace(-8, 0, 96)[:, None])
     train(model, optimizer)
-    monitor.measure(10)
+    monitor.measure()
     before = codes_of(weight).clone()
     train(model, optimizer)
-    found = monitor.measure(20)
+    found = monitor.measure()
     state, decoded = optimizer.state[weight], weight.dequantize()
     master, codes = state["master_param"], codes_of(weight)
     magnitude, largest = CODES[name]
@@ -69,14 +68,13 @@ def test_numbers_are_those_of_plain_torch(name):
     names = {"0.weight", "1.weight", "all"}
     assert {key.partition("/")[2] for key in found} == names
     assert all(type(value) is float for value in found.values())
-    assert [step for step, _ in monitor.history] == [10, 20]
     both = [found[f"changed_share/{each}"] for each in ("0.weight", "1.weight")]
     assert found["changed_share/all"] == pytest.approx(sum(both) / 2)  # of one size
     assert found["amax/all"] == max(found["amax/0.weight"], found["amax/1.weight"])
 
 
 def test_a_sample_of_codes_meets_all_columns(monkeypatch):
-    monkeypatch.setattr(monitor, "_SAMPLE", 96 * 64)
+    monkeypatch.setattr(report, "_SAMPLE", 96 * 64)
     model = quantize_model(nn.Sequential(nn.Linear(256, 96)), "mxfp8")
     measures = QuantizationMonitor(model)
     measures.measure()
@@ -89,18 +87,18 @@ def test_without_a_state_errors_are_those_against_the_initial_value():
     model = make_model()
     plain = model[1].weight.detach().clone()
     quantize_model(model, "nvfp4")
-    found = fp4adam.quantization_stats(model)
+    found = QuantizationMonitor(model).measure()
     decoded = model[1].weight.dequantize()
     error = ((decoded - plain).norm() / plain.norm()).item()
     assert found["relative_error/1.weight"] == pytest.approx(error, rel=1e-5)
     assert "changed_share/all" not in found and "exp_avg_zero_share/all" not in found
     model[1].weight.clear_high_precision_init_val()
-    assert "relative_error/1.weight" not in fp4adam.quantization_stats(model)
-    assert fp4adam.quantization_stats(nn.Linear(2, 2)) == {}
+    assert "relative_error/1.weight" not in QuantizationMonitor(model).measure()
+    assert QuantizationMonitor(nn.Linear(2, 2)).measure() == {}
     with pytest.raises(
         TypeError, match="optimizer must be a torch.optim.Optimizer or None, got str"
     ):
-        fp4adam.quantization_stats(model, "Adam")
+        QuantizationMonitor(model, "Adam").measure()
 
 
 def test_narrow_states_and_nan():
@@ -109,13 +107,13 @@ def test_narrow_states_and_nan():
     optimizer = FP4Adam(model.parameters(), master_weight_dtype=torch.float16, **narrow)
     (model(torch.eye(256)[:4]).sum()).backward()  # gradients of 0 in most columns
     optimizer.step()
-    found = fp4adam.quantization_stats(model, optimizer)
+    found = QuantizationMonitor(model, optimizer).measure()
     assert found["exp_avg_zero_share/0.weight"] == 252 / 256
     assert 0 < found["relative_error/all"] < 0.05
     with torch.no_grad():
         model[0].weight.grad = torch.full((96, 256), math.nan)
     optimizer.step()
-    assert fp4adam.quantization_stats(model, optimizer)["nonfinite_share/all"] == 0.5
+    assert QuantizationMonitor(model, optimizer).measure()["nonfinite_share/all"] == 0.5
 
 
 def test_masters_of_one_byte_are_decoded():
@@ -123,7 +121,7 @@ def test_masters_of_one_byte_are_decoded():
     model = quantize_model(make_model(), "nvfp4")
     optimizer = FP4Adam(model.parameters(), lr=1e-3, states="8bit")
     train(model, optimizer)
-    found = fp4adam.quantization_stats(model, optimizer)
+    found = QuantizationMonitor(model, optimizer).measure()
     assert 0.08 < found["relative_error/0.weight"] < 0.15
     assert found["nonfinite_share/all"] == 0 < found["underflow_share/all"]
 
@@ -135,7 +133,7 @@ def test_any_optimizer_with_masters():
     weight = model[0].weight
     master = optimizer.state[weight]["master_param"]
     error = ((weight.dequantize() - master).norm() / master.norm()).item()
-    found = fp4adam.quantization_stats(model, optimizer)
+    found = QuantizationMonitor(model, optimizer).measure()
     assert found["relative_error/0.weight"] == pytest.approx(error, rel=1e-5)
 
 
@@ -165,17 +163,16 @@ def test_ranks_have_the_numbers_of_one_process(name):
         assert found == pytest.approx(alone, rel=1e-9)
 
 
-def test_picture_has_a_row_per_weight(tmp_path):
-    pytest.importorskip("matplotlib")
-    model = quantize_model(make_model(), "nvfp4")
-    monitor = QuantizationMonitor(model)
-    with pytest.raises(ValueError, match="number must be one of .* none yet, got 'amax'"):
-        monitor.plot("amax")
-    for _ in range(3):
-        monitor.measure()
-    figure = monitor.plot("changed_share", tmp_path / "picture.png")
-    (image, *_) = figure.axes[0].images
-    assert figure.axes[0].get_xlabel() == "step"
-    assert image.get_array().shape == (2, 3) and (tmp_path / "picture.png").stat().st_size > 1000
-    with pytest.raises(ValueError, match="number must be one of .*zero_share, got 'loss'"):
-        monitor.plot("loss")
+def measure_one(rank: int, world_size: int) -> dict[str, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = quantize_model(make_model()[:1], "mxfp8")
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return QuantizationMonitor(model).measure()
+
+
+def test_the_amax_of_one_weight_is_no_sum():
+    (alone,) = run_ranks(measure_one, 1, 1)
+    assert run_ranks(measure_one, 2, 2) == [alone, alone]

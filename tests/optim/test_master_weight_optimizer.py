@@ -19,7 +19,6 @@ from fp4adam import (
     FP4Adam,
     MasterWeightOptimizer,
     MXFP8Quantizer,
-    NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
     hf_scale_groups,
@@ -490,20 +489,6 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
     assert all(m.grad is None for m in optimizer._stepped.values())
     optimizer.write_back()
     assert_bytes_are_of_masters(optimizer)
-
-
-def test_slices_and_empty_weights(device: str) -> None:
-    whole = NVFP4Quantizer().quantize(random((64, 32), 0, device))
-    halves = [Parameter(half) for half in whole.split(32)]
-    empty = Parameter(NVFP4Quantizer().make_empty((0, 32), device=device))
-    optimizer = MasterWeightOptimizer([*halves, empty], SGD, lr=0.1)
-    twins = [half.detach().dequantize(torch.float32) for half in halves]
-    set_grads([*halves, empty], 0)
-    optimizer.step()
-    for twin, half in zip(twins, halves, strict=True):
-        twin.sub_(half.grad, alpha=0.1)
-    expected = whole.quantizer.quantize(torch.cat(twins))
-    assert_identical(whole.flush().storage_tensors(), expected.storage_tensors())
 
 
 # What is refused

@@ -555,8 +555,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "config: of a plain model": (config("{}"), V, ("quantization_config", "none", "load_state_d")),
     "config: another method": (config_with("quant_method", "gptq"), V, ("quant_method must be one",
         "compressed-tensors, modelopt, fp8", "got 'gptq'")),
-    "config: unknown format": (config_with("format", "x"), V, ("nvfp4-pack-quantized", "got 'x'")),
-    "config: another format": (config_with("format", "mxfp8-quantized"), V, ("got no weight;",)),
     "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),
     "layer without codes": (without("up.weight_packed"), V, ("layer 'up'", "no weight_packed")),
     "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),

@@ -16,7 +16,6 @@ from group_programs import GroupTraining
 from helpers import random, set_grads
 from master_reference import Twin
 from training_programs import KernelTraining, OffloadedTraining, OperatorTraining, Training
-from view_programs import ViewTraining
 
 
 @pytest.mark.filterwarnings("ignore:values written to a copy of a model are rounded")
@@ -27,17 +26,15 @@ from view_programs import ViewTraining
         (KernelTraining, 2, 12),
         (OffloadedTraining, 6, 20),
         (GroupTraining, 20, 12),
-        (ViewTraining, 20, 12),
         pytest.param(OperatorTraining, 60, 20, marks=pytest.mark.exhaustive),
         pytest.param(KernelTraining, 10, 12, marks=pytest.mark.exhaustive),
         pytest.param(OffloadedTraining, 60, 20, marks=pytest.mark.exhaustive),
         pytest.param(GroupTraining, 200, 12, marks=pytest.mark.exhaustive),
-        pytest.param(ViewTraining, 200, 12, marks=pytest.mark.exhaustive),
     ],
-    ids=["operators", "kernels", "offloaded", "scale groups", "views"] + 5 * ["more"],
+    ids=["operators", "kernels", "offloaded", "scale groups"] + 4 * ["more"],
 )
 def test_programs_do_what_the_model_says(
-    machine: type[Training | GroupTraining | ViewTraining], programs: int, length: int
+    machine: type[Training | GroupTraining], programs: int, length: int
 ) -> None:
     run_state_machine_as_test(
         machine,

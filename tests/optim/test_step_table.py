@@ -1,20 +1,28 @@
 """Steps and what users do between them: case x scenario x path, against one oracle in plain torch.
 
-A case says what is stored, a scenario what happens: the same verbs of a run of ``FP4Adam`` and of
-``step_reference.Oracle``, and what a framework does to the run alone. In the end, every bit of
-parameters and states is compared. A new situation is a new scenario, of 5 to 15 lines.
+A case says what is stored. A move says what happens between two steps, or in place of one: the same
+verbs of a run of ``FP4Adam`` and of ``step_reference.Oracle``, and what a framework does to the run
+alone. A scenario is a sequence from the start: each move between steps, and some more; random
+programs take moves in any order. In the end, every bit of parameters and states is compared. A new
+situation is a new move, of 5 to 15 lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -31,6 +40,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    use_plain_state_dict,
 )
 from fp4adam.tensors import backend
 from helpers import WithGradient, addresses, assert_identical, random, through_a_file
@@ -96,11 +106,6 @@ class Case:
             store_param_remainders=plain == "remainder",
             use_decoupled_grad=self.grad_dtype is not None,
         )  # fmt: skip
-
-    @property
-    def keeps_masters_of_rewritten_bytes(self) -> bool:
-        """Remainders complete the bytes of the last step alone."""
-        return STATES[self.states][2] != "int8"
 
 
 FP16, FP32 = torch.float16, torch.float32
@@ -222,6 +227,12 @@ def both(run: Run, oracle: Oracle, *seeds: int, absent: tuple[int, ...] = ()) ->
 
 
 SCENARIOS: dict[str, Callable[[Run, Oracle], object]] = {}
+MOVES: dict[str, Callable[[Run, Oracle, int], object]] = {}
+
+
+def move(function: Callable[[Run, Oracle, int], object]) -> Callable[[Run, Oracle, int], object]:
+    MOVES[function.__name__] = function
+    return function
 
 
 def scenario(function: Callable[[Run, Oracle], object]) -> Callable[[Run, Oracle], object]:
@@ -229,67 +240,47 @@ def scenario(function: Callable[[Run, Oracle], object]) -> Callable[[Run, Oracle
     return function
 
 
-# Steps
+# Moves: what happens between steps, or as one, with any seed and after any other
 
 
-@scenario
-def steps(run: Run, oracle: Oracle) -> None:
-    """In place, and a value before quantization is freed by the first one."""
-    both(run, oracle, 0)
-    before = addresses(run.optimizer)
-    both(run, oracle, 1, 2)
-    assert addresses(run.optimizer) == before
-    assert run.params[0]._high_precision_init_val is None
-
-
-@scenario
-def late_and_missing_gradients(run: Run, oracle: Oracle) -> None:
+@move
+def step_of_some(run: Run, oracle: Oracle, seed: int) -> None:
     """Each parameter has its own step count."""
-    both(run, oracle, 0, absent=(1, 3))
-    both(run, oracle, 1, absent=(0, 2))
-    both(run, oracle, 2)
+    both(run, oracle, seed, absent=((1, 3), (0, 2), (2,))[seed % 3])
 
 
-@scenario
-def no_gradients(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0, absent=(0, 1, 2, 3))
+@move
+def lr_zero(run: Run, oracle: Oracle, seed: int) -> None:
+    """Moments are gathered while weights rest."""
+    lr = oracle.options["lr"]
+    for each in (0.0, lr):
+        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = each
+        if not each:
+            both(run, oracle, seed)
 
 
-@scenario
-def lr_zero(run: Run, oracle: Oracle) -> None:
-    """Moments are gathered while weights rest: at the start, and later."""
-    for seed, lr in enumerate([0.0, 1e-2, 0.0]):
-        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = lr
-        both(run, oracle, seed)
+@move
+def other_hyper_parameters(run: Run, oracle: Oracle, seed: int) -> None:
+    lr = (torch.tensor(1e-2), 0.5, 1e-6)[seed % 3]
+    own = dict(lr=lr, weight_decay=0.1 * seed, betas=(0.8, 0.9), eps=1e-5)
+    oracle.options |= own
+    run.optimizer.param_groups[0].update(own)
+    both(run, oracle, seed)
 
 
-@scenario
-def changing_hyper_parameters(run: Run, oracle: Oracle) -> None:
-    for seed, lr in enumerate([torch.tensor(1e-2), 0.5, 1e-6]):
-        own = dict(lr=lr, weight_decay=0.3 * seed, betas=(0.8, 0.9), eps=1e-5)
-        oracle.options |= own
-        run.optimizer.param_groups[0].update(own)
-        both(run, oracle, seed)
-
-
-@scenario
-def updates_that_change_size(run: Run, oracle: Oracle) -> None:
+@move
+def a_gradient_of_another_size(run: Run, oracle: Oracle, seed: int) -> None:
     """The largest weight grows, shrinks and moves: bounds from earlier steps do not hold."""
-    for seed, lr in enumerate([1e-3, 10.0, 1e-6, 0.5]):
-        own = dict(lr=lr, weight_decay=0.9 if lr == 0.5 else 0.0)
-        oracle.options |= own
-        run.optimizer.param_groups[0].update(own)
-        grads = run.grads(seed, scale=1e-6 if seed % 2 else 1.0)
-        for grad in grads:
-            grad.view(-1)[seed * 101 % grad.numel()] = 0.1 * 10.0**seed
-        run.step(grads)
-        oracle.step(grads)
+    grads = run.grads(seed, scale=1e-6 if seed % 2 else 1.0)
+    for grad in grads:
+        grad.view(-1)[seed * 101 % grad.numel()] = 10.0 ** (seed - 3)
+    run.step(grads)
+    oracle.step(grads)
 
 
-@scenario
-def gradients_of_other_layouts(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0)
-    grads = run.grads(1)
+@move
+def gradients_of_other_layouts(run: Run, oracle: Oracle, seed: int) -> None:
+    grads = run.grads(seed)
     strided = [
         grads[0].t().contiguous().t(),
         torch.cat((grads[1].new_zeros(1), grads[1].flatten()))[1:].view(grads[1].shape),
@@ -300,55 +291,48 @@ def gradients_of_other_layouts(run: Run, oracle: Oracle) -> None:
     oracle.step([grad.clone().contiguous() for grad in strided])
 
 
-@scenario
-def clipped(run: Run, oracle: Oracle) -> None:
+@move
+def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     """As by ``torch.nn.utils.clip_grad_norm_``, for one step; the gradients stay as they are."""
-    both(run, oracle, 0)
-    grads = run.grads(1)
+    grads = run.grads(seed)
     run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).cpu())
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).to(norm.dtype))
     run.optimizer.step()
     oracle.step(grads, clip=(0.5 / (norm.float() + 1e-6)).clamp(max=1.0))
-    both(run, oracle, 2)
 
 
-@scenario
-def found_inf(run: Run, oracle: Oracle) -> None:
+@move
+def found_inf(run: Run, oracle: Oracle, seed: int) -> None:
     """GradScaler divides gradients by its scale, and skips steps that overflow."""
-    both(run, oracle, 0)
-    for seed, overflow in ((1, False), (2, True), (3, False)):
-        run.optimizer.grad_scale = torch.tensor(4.0, device=run.device)
+    scale = torch.tensor(4.0)
+    for overflow in (False, True, False):
+        run.optimizer.grad_scale = scale.to(run.device)
         run.optimizer.found_inf = torch.tensor(float(overflow), device=run.device)
         grads = run.grads(seed)
         run.step(grads)
         if not overflow:
-            oracle.step(grads, grad_scale=torch.tensor(4.0))
+            oracle.step(grads, grad_scale=scale)
     del run.optimizer.grad_scale, run.optimizer.found_inf
-    both(run, oracle, 4)
 
 
-@scenario
-def refused_gradient(run: Run, oracle: Oracle) -> None:
+@move
+def refused_gradient(run: Run, oracle: Oracle, seed: int) -> None:
     """Nothing has changed, and the next step is as if there had been none."""
-    both(run, oracle, 0)
-    grads = run.grads(1)
-    run.set_grads(grads)
+    run.set_grads(run.grads(seed))
     name = "grad" if run.case.grad_dtype is None else "decoupled_grad"
     setattr(run.params[3], name, getattr(run.params[3], name).to_sparse())
     with pytest.raises(RuntimeError, match="sparse"):
         run.optimizer.step()
-    both(run, oracle, 1)
 
 
-@scenario
-def release(run: Run, oracle: Oracle) -> None:
+@move
+def release(run: Run, oracle: Oracle, seed: int) -> None:
     """Each parameter is stepped in the backward pass."""
     if run.case.grad_dtype is not None:
         pytest.skip("gradients are released as backward passes make them")
-    both(run, oracle, 0)
     handle = run.optimizer.enable_gradient_release()
-    grads = run.grads(1)
+    grads = run.grads(seed)
     run.optimizer.zero_grad()
     for param, grad in zip(run.params, grads, strict=True):
         WithGradient.apply(param, grad.to(run.device)).backward()
@@ -356,12 +340,11 @@ def release(run: Run, oracle: Oracle) -> None:
     run.optimizer.step()
     handle.remove()
     oracle.step(grads)
-    both(run, oracle, 2)
 
 
-@scenario
-def closure(run: Run, oracle: Oracle) -> None:
-    grads = run.grads(0)
+@move
+def closure(run: Run, oracle: Oracle, seed: int) -> None:
+    grads = run.grads(seed)
 
     def evaluate() -> float:
         assert torch.is_grad_enabled()
@@ -379,16 +362,12 @@ def values_of(run: Run, seed: int) -> list[Tensor]:
     return [random(tuple(p.shape), 70 + seed + i, scale=0.2) for i, p in enumerate(run.params)]
 
 
-@scenario
-def overwritten(run: Run, oracle: Oracle) -> None:
-    """After steps, the masters restart; moments and step counts go on."""
-    both(run, oracle, 0, 1)
+@move
+def some_overwritten(run: Run, oracle: Oracle, seed: int) -> None:
+    """The masters restart; moments and step counts go on."""
+    values = values_of(run, seed)
     for each in (run, oracle):
-        each.overwrite(values_of(run, 0))
-    both(run, oracle, 2)
-    for each in (run, oracle):
-        each.overwrite([None, values_of(run, 1)[1], None, values_of(run, 1)[3]])
-    both(run, oracle, 3)
+        each.overwrite([None if (i + seed) % 2 else value for i, value in enumerate(values)])
 
 
 def _by_quantizer(param: Tensor, value: Tensor) -> Tensor:
@@ -398,6 +377,7 @@ def _by_quantizer(param: Tensor, value: Tensor) -> Tensor:
 
 
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy_": lambda p, value: p.copy_(value),
     "copy_ of the same format": lambda p, value: p.copy_(_by_quantizer(p, value)),
     "detach().copy_": lambda p, value: p.detach().copy_(value),
     "copy_ in inference mode": torch.inference_mode()(lambda p, value: p.copy_(value)),
@@ -411,61 +391,81 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-def write_by(run: Run, oracle: Oracle, how: str) -> None:
+def write_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
     delayed = run.case.format == "float8_delayed"
     if delayed and how in ("copy_ of the same format", "data =", "swap_tensors"):
         pytest.skip("a tensor that is made anew has another history of scales")
-    both(run, oracle, 0, 1)
-    values = [value.bfloat16().float() for value in values_of(run, 0)]
+    values = [value.bfloat16().float() for value in values_of(run, seed)]
     with torch.no_grad():
         for param, value in zip(run.params, values, strict=True):
             WRITES[how](param, value)
     # What was quantized elsewhere has no other value.
     oracle.overwrite(values, how not in ("copy_ of the same format", "data =", "swap_tensors"))
-    both(run, oracle, 2)
 
 
-for each in WRITES:
-    SCENARIOS[each] = functools.partial(write_by, how=each)
+MOVES |= {how: functools.partial(write_by, how=how) for how in WRITES}
 
 
-@scenario
-def written_before_the_first_step(run: Run, oracle: Oracle) -> None:
-    """A master that would start from a value before quantization starts from the new one."""
-    values = values_of(run, 0)
-    run.overwrite(values)
-    oracle.overwrite(values)
-    both(run, oracle, 0)
+def moved(run: Run, oracle: Oracle) -> None:
+    """Parameters have their values, but in other memory: only whole masters go on."""
+    if STATES[run.case.states][2] == "int8":
+        for cell in oracle.cells[:2]:
+            cell.restart()
 
 
-@scenario
-def same_bytes_again(run: Run, oracle: Oracle) -> None:
-    """Written by a copy of themselves: a master that still rounds to them goes on."""
-    both(run, oracle, 0, 1)
+MEMORY: dict[str, Callable[[Tensor], object]] = {
+    "same bytes again": lambda p: p.copy_(p.detach().clone()),
+    "data = clone": lambda p: setattr(p, "data", p.detach().clone()),
+    "swapped with a clone": lambda p: torch.utils.swap_tensors(p, Parameter(p.detach().clone())),
+    "shared memory": lambda p: p.share_memory_(),
+}
+
+
+def move_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
     with torch.no_grad():
         for param in run.params:
-            param.copy_(param.detach().clone())
-    both(run, oracle, 2)
+            MEMORY[how](param)
+    if how != "same bytes again":
+        moved(run, oracle)
 
 
-@scenario
-def written_by_another_optimizer(run: Run, oracle: Oracle) -> None:
+MOVES |= {how: functools.partial(move_by, how=how) for how in MEMORY}
+
+
+@move
+def averages_swapped_in_and_out(run: Run, oracle: Oracle, seed: int) -> None:
+    """For a validation: the bytes of before come back, and training goes on."""
+    kept = copy.deepcopy([param.detach() for param in run.params])
+    with torch.no_grad():
+        for param, value, own in zip(run.params, values_of(run, seed), kept, strict=True):
+            param.copy_(value)
+            param.copy_(own)
+
+
+@move
+def written_by_another_optimizer(run: Run, oracle: Oracle, seed: int) -> None:
     """It steps the same parameters, and continues from masters of its own."""
-    both(run, oracle, 0)
-    run.set_grads(run.grads(1))
+    run.set_grads(run.grads(seed))
     own = dict(master_weights=False) if run.case.states.endswith("without masters") else {}
     use_decoupled_grad = run.case.grad_dtype is not None
     FP4Adam(run.params, lr=0.05, use_decoupled_grad=use_decoupled_grad, **own).step()
     oracle.overwrite_with(run.contents())
-    both(run, oracle, 2)
 
 
-@scenario
-def states_changed_by_hand(run: Run, oracle: Oracle) -> None:
+@move
+def averaged(run: Run, oracle: Oracle, seed: int) -> None:
+    """An average in high precision leaves the training alone."""
+    average = AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.5))
+    average.update_parameters(run.model)
+    assert not any(isinstance(param, QuantizedTensor) for param in average.parameters())
+
+
+@move
+def states_changed_by_hand(run: Run, oracle: Oracle, seed: int) -> None:
     """In place, by other tensors, and step counts."""
     if run.case.states != "32bit":
         pytest.skip("writes states as they are stored")
-    both(run, oracle, 0, 1)
+    both(run, oracle, seed)
     for param, cell in zip(run.params, oracle.cells, strict=True):
         state = run.optimizer.state[param]
         for entry in (state, cell.moments):
@@ -476,59 +476,196 @@ def states_changed_by_hand(run: Run, oracle: Oracle) -> None:
         if "master_param" in state:
             state["master_param"].view(-1)[5] = 40.0
             cell.value.view(-1)[5] = 40.0
-    both(run, oracle, 2)
+    both(run, oracle, seed)
 
 
-MOVES: dict[str, Callable[[Tensor], object]] = {
-    "data = clone": lambda p: setattr(p, "data", p.detach().clone()),
-    "swapped with a clone": lambda p: torch.utils.swap_tensors(p, Parameter(p.detach().clone())),
-    "shared memory": lambda p: p.share_memory_(),
-}
-
-
-def move_by(run: Run, oracle: Oracle, how: str) -> None:
-    """The values are the same, and so are whole masters."""
-    both(run, oracle, 0, 1)
-    for param in run.params:
-        MOVES[how](param)
-    if not run.case.keeps_masters_of_rewritten_bytes:
-        for cell in oracle.cells[:2]:
-            cell.restart()
-    both(run, oracle, 2)
-
-
-for each in MOVES:
-    SCENARIOS[each] = functools.partial(move_by, how=each)
-
-
-@scenario
-def reset_master_weights(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0)
-    run.optimizer.reset_master_weights(run.params[:1])
-    oracle.cells[0].restart()
-    both(run, oracle, 1)
-    run.optimizer.reset_master_weights()
-    for cell in oracle.cells:
+@move
+def reset_master_weights(run: Run, oracle: Oracle, seed: int) -> None:
+    run.optimizer.reset_master_weights(run.params[:1] if seed % 2 else None)
+    for cell in oracle.cells[: 1 if seed % 2 else None]:
         cell.restart()
-    both(run, oracle, 2)
 
 
 # The optimizer and its groups
 
 
-@scenario
-def regrouped(run: Run, oracle: Oracle) -> None:
+@move
+def regrouped(run: Run, oracle: Oracle, seed: int) -> None:
     """A parameter goes to another group, which has its own options, and back."""
-    both(run, oracle, 0)
     first = run.optimizer.param_groups[0]
-    moved, own = run.params[3], dict(lr=2e-3, betas=(0.7, 0.9), weight_decay=0.0)
+    moved, own = run.params[3], dict(lr=2e-3, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.0)
     first["params"] = [param for param in first["params"] if param is not moved]
     run.optimizer.add_param_group({"params": [moved], **own})
     oracle.groups[3] = own
-    both(run, oracle, 1)
+    both(run, oracle, seed)
     first["params"].append(run.optimizer.param_groups.pop()["params"][0])
     del oracle.groups[3]
-    both(run, oracle, 2)
+
+
+@move
+def replaced(run: Run, oracle: Oracle, seed: int) -> None:
+    """A new parameter in the place of one starts anew, and the old one is freed."""
+    name = ("weight0", "weight1", "narrow", "wide")[seed % 4]
+    old, cell = getattr(run.model, name), oracle.cells[seed % 4]
+    new = Parameter(old.detach().clone())
+    setattr(run.model, name, new)
+    run.optimizer.param_groups[0]["params"][seed % 4] = new
+    del run.optimizer.state[old]
+    gone = weakref.ref(old)
+    del old
+    cell.step, cell.moments, cell.stored, cell.value = 0, {}, {}, None
+    both(run, oracle, seed)
+    gc.collect()
+    assert gone() is None
+
+
+@move
+def frozen_for_a_while(run: Run, oracle: Oracle, seed: int) -> None:
+    run.params[0].requires_grad_(False)
+    both(run, oracle, seed, absent=(0,))
+    run.params[0].requires_grad_(True)
+
+
+# Copies and checkpoints
+
+
+def continue_with(run: Run, oracle: Oracle, seed: int, copied: tuple[nn.Module, FP4Adam]) -> None:
+    """Go on with a copy of model and optimizer; the original must not change."""
+    original = copy.copy(run)
+    before = copy.deepcopy(original.contents())
+    run.model, run.optimizer = copied
+    both(run, oracle, seed)
+    assert_identical(original.contents(), before)
+
+
+@move
+def deepcopy_(run: Run, oracle: Oracle, seed: int) -> None:
+    continue_with(run, oracle, seed, copy.deepcopy((run.model, run.optimizer)))
+
+
+@move
+def pickle_(run: Run, oracle: Oracle, seed: int) -> None:
+    copied = through_a_file((run.model, run.optimizer), weights_only=False)
+    continue_with(run, oracle, seed, copied)
+
+
+def resumed(run: Run, oracle: Oracle, seed: int, compact: bool, model_first: bool) -> None:
+    """In a new process, with other weights: model and optimizer are loaded in either order."""
+    save = run.optimizer.compact_state_dict if compact else run.optimizer.state_dict
+    model, state = through_a_file((run.model.state_dict(), save()))
+    fresh = Run(run.case, run.device)
+    fresh.overwrite(values_of(fresh, 5))
+    loads = [
+        lambda: fresh.model.load_state_dict(model),
+        lambda: fresh.optimizer.load_state_dict(state),
+    ]
+    for load in loads if model_first else reversed(loads):
+        load()
+    run.model, run.optimizer = fresh.model, fresh.optimizer
+    both(run, oracle, seed)
+
+
+for compact in (False, True):
+    for model_first in (False, True):
+        name = f"resumed{', compact' if compact else ''}{', model first' if model_first else ''}"
+        MOVES[name] = functools.partial(resumed, compact=compact, model_first=model_first)
+
+
+@move
+def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
+    """The weights are those of the masters again, bit for bit."""
+    if run.case.states != "32bit" or run.case.format == "float8_delayed":
+        pytest.skip("what narrow masters are to other bytes is for tests of their own")
+    plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
+    model, state = through_a_file((plain, run.optimizer.state_dict()))
+    fresh = Run(run.case, run.device)
+    fresh.model.load_state_dict(model)
+    fresh.optimizer.load_state_dict(state)
+    run.model, run.optimizer = fresh.model, fresh.optimizer
+
+
+@move
+def own_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
+    """As trainers do with what they have just saved; nothing is shared with it."""
+    saved = run.optimizer.compact_state_dict()
+    kept = copy.deepcopy(saved)
+    run.optimizer.load_state_dict(saved)
+    both(run, oracle, seed)
+    assert_identical(saved, kept)
+
+
+@move
+def older_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
+    """Its masters are not those of the weights, which keep their values."""
+    both(run, oracle, seed)
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 100 + oracle.cells[0].step))
+    for cell in oracle.cells:
+        # Transformer Engine's layout has remainders alone, which complete any parameter.
+        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
+            cell.restart()
+    run.optimizer.load_state_dict(saved)
+
+
+@move
+def flattened_by_dcp(run: Run, oracle: Oracle, seed: int) -> None:
+    """``torch.distributed.checkpoint`` saves states by name, and steps with a rate of zero."""
+    if run.case.grad_dtype is not None or run.case.states != "32bit":
+        pytest.skip("sets plain gradients, and reads states under the names of these")
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, copy.deepcopy(saved), options=options)
+
+
+# Scenarios: from the start
+
+
+@scenario
+def steps(run: Run, oracle: Oracle) -> None:
+    """In place, and a value before quantization is freed by the first one."""
+    both(run, oracle, 0)
+    before = addresses(run.optimizer)
+    both(run, oracle, 1, 2)
+    assert addresses(run.optimizer) == before
+    assert run.params[0]._high_precision_init_val is None
+
+
+@scenario
+def warm_up_from_zero(run: Run, oracle: Oracle) -> None:
+    lr_zero(run, oracle, 0)
+    both(run, oracle, 1)
+
+
+@scenario
+def late_and_missing_gradients(run: Run, oracle: Oracle) -> None:
+    both(run, oracle, 0, absent=(0, 1, 2, 3))
+    for seed in range(3):
+        step_of_some(run, oracle, seed)
+
+
+@scenario
+def written_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    """A master that would start from a value before quantization starts from the new one."""
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 0))
+    both(run, oracle, 0)
+
+
+@scenario
+def copied_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    """The value before quantization travels along."""
+    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
+    both(run, oracle, 0)
+
+
+@scenario
+def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
+    """The state says that the masters are those of the weights now."""
+    both(run, oracle, 0, 1)
+    for each in (run, oracle):
+        each.overwrite(values_of(run, 0))
+    own_state_loaded(run, oracle, 2)
 
 
 @scenario
@@ -546,132 +683,13 @@ def group_added(run: Run, oracle: Oracle) -> None:
     del run.optimizer.param_groups[1]
 
 
-@scenario
-def frozen_for_a_while(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0)
-    run.params[0].requires_grad_(False)
-    both(run, oracle, 1, absent=(0,))
-    run.params[0].requires_grad_(True)
-    both(run, oracle, 2)
-
-
-# Copies and checkpoints
-
-
-def continue_with(run: Run, copied: tuple[nn.Module, FP4Adam], oracle: Oracle) -> None:
-    """Go on with a copy of model and optimizer; the original must not change."""
-    original = copy.copy(run)
-    before = copy.deepcopy(original.contents())
-    run.model, run.optimizer = copied
+def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], object]) -> None:
+    both(run, oracle, 0, 1)
+    move(run, oracle, 2)
     both(run, oracle, 3)
-    assert_identical(original.contents(), before)
 
 
-@scenario
-def deepcopy_(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0, 1)
-    continue_with(run, copy.deepcopy((run.model, run.optimizer)), oracle)
-
-
-@scenario
-def pickle_(run: Run, oracle: Oracle) -> None:
-    both(run, oracle, 0, 1)
-    copied = through_a_file((run.model, run.optimizer), weights_only=False)
-    continue_with(run, copied, oracle)
-
-
-@scenario
-def copied_before_the_first_step(run: Run, oracle: Oracle) -> None:
-    """The value before quantization travels along."""
-    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
-    both(run, oracle, 0)
-
-
-def resumed(run: Run, oracle: Oracle, compact: bool, model_first: bool) -> None:
-    """In a new process, with other weights: model and optimizer are loaded in either order."""
-    both(run, oracle, 0, 1, absent=(3,))
-    save = run.optimizer.compact_state_dict if compact else run.optimizer.state_dict
-    model, state = through_a_file((run.model.state_dict(), save()))
-    fresh = Run(run.case, run.device)
-    fresh.overwrite(values_of(fresh, 5))
-    # Remainders are of use only with the weights of their step.
-    loads = [
-        lambda: fresh.model.load_state_dict(model),
-        lambda: fresh.optimizer.load_state_dict(state),
-    ]
-    for load in loads if model_first else reversed(loads):
-        load()
-    run.model, run.optimizer = fresh.model, fresh.optimizer
-    oracle.cells[3].content = {"": model["wide"].cpu()}
-    both(run, oracle, 2)
-
-
-for compact in (False, True):
-    for model_first in (False, True):
-        name = f"resumed{', compact' if compact else ''}{', model first' if model_first else ''}"
-        SCENARIOS[name] = functools.partial(resumed, compact=compact, model_first=model_first)
-
-
-@scenario
-def own_state_loaded(run: Run, oracle: Oracle) -> None:
-    """As trainers do with what they have just saved; nothing is shared with it."""
-    both(run, oracle, 0, 1)
-    saved = run.optimizer.compact_state_dict()
-    kept = copy.deepcopy(saved)
-    run.optimizer.load_state_dict(saved)
-    both(run, oracle, 2)
-    assert_identical(saved, kept)
-
-
-@scenario
-def own_state_of_overwritten_weights_loaded(run: Run, oracle: Oracle) -> None:
-    """The state says that the masters are those of the weights now."""
-    both(run, oracle, 0, 1)
-    for each in (run, oracle):
-        each.overwrite(values_of(run, 0))
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
-    both(run, oracle, 2)
-
-
-@scenario
-def older_state_loaded(run: Run, oracle: Oracle) -> None:
-    """Its masters are not those of the weights, which keep their values."""
-    both(run, oracle, 0)
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    for each in (run, oracle):
-        each.overwrite(values_of(run, 0))
-    for cell in oracle.cells:
-        # Transformer Engine's layout has remainders alone, which complete any parameter.
-        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
-            cell.restart()
-    run.optimizer.load_state_dict(saved)
-    both(run, oracle, 1)
-
-
-@scenario
-def flattened_by_dcp(run: Run, oracle: Oracle) -> None:
-    """``torch.distributed.checkpoint`` saves states by name, and steps with a rate of zero."""
-    if run.case.grad_dtype is not None or run.case.states != "32bit":
-        pytest.skip("sets plain gradients, and reads states under the names of these")
-    both(run, oracle, 0, 1)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    saved = get_optimizer_state_dict(run.model, run.optimizer, options=options)
-    set_optimizer_state_dict(run.model, run.optimizer, copy.deepcopy(saved), options=options)
-    both(run, oracle, 2)
-
-
-@scenario
-def averages_swapped_in_and_out(run: Run, oracle: Oracle) -> None:
-    """For a validation: the bytes of before come back, and training goes on."""
-    if not run.case.keeps_masters_of_rewritten_bytes:
-        pytest.skip("remainders complete the bytes of the last step alone")
-    both(run, oracle, 0, 1)
-    kept = copy.deepcopy([param.detach() for param in run.params])
-    with torch.no_grad():
-        for param, value, own in zip(run.params, values_of(run, 0), kept, strict=True):
-            param.copy_(value)
-            param.copy_(own)
-    both(run, oracle, 2)
+SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 
 
 def rows() -> list[Any]:
@@ -698,3 +716,40 @@ def test_step(
     run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
     SCENARIOS[name](run, oracle)
     assert_identical(run.contents(), oracle.contents())
+
+
+def check_programs(path: str, device: str, programs: int, number: int = 0) -> None:
+    """Any moves after each other, of any case; other programs for each number."""
+    kernels = path == "kernels"
+    moves = st.lists(
+        st.tuples(st.sampled_from([*MOVES]), st.integers(0, 7)), min_size=2, max_size=8
+    )
+
+    @hypothesis.seed(number)
+    @settings(max_examples=programs, deadline=None, database=None)
+    @given(case=st.sampled_from([*CASES]), moves=moves)
+    def check(case: str, moves: list[tuple[str, int]]) -> None:
+        run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
+        both(run, oracle, 0)
+        for name, of_move in moves:
+            with contextlib.suppress(pytest.skip.Exception):  # it is not for this case
+                MOVES[name](run, oracle, of_move)
+        both(run, oracle, 1)
+        assert_identical(run.contents(), oracle.contents())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+        check()
+
+
+@pytest.mark.parametrize(
+    ("path", "programs"),
+    [
+        ("operators", 60),
+        ("kernels", 4),
+        pytest.param("operators", 600, marks=pytest.mark.exhaustive),
+        pytest.param("kernels", 60, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_programs(path: str, programs: int, device: str) -> None:
+    check_programs(path, device, programs)

@@ -170,12 +170,10 @@ def test_all_that_writes_a_tensor_writes_both_orders(quantizer, path_device):
         lambda: tensor.copy_(randn(2, path_device)),
         lambda: tensor.copy_(compact),  # from a checkpoint of a model without
         lambda: tensor.copy_(quantizer.quantize(randn(3, path_device))),
-        lambda: tensor[32:64].copy_(compact[32:64]),
-        lambda: tensor[32:64].copy_(randn(4, path_device)[32:64]),
     ]
-    for write in writes if quantizer.layout.rows_per_entry else writes[:4]:
+    for write in writes:
         write()
-        assert_gemm_scales_are_up_to_date(tensor.flush())
+        assert_gemm_scales_are_up_to_date(tensor)
         assert {name: t.data_ptr() for name, t in tensor.storage_tensors().items()} == storage
     compact.copy_(tensor)
     for name, inner in compact.storage_tensors().items():
@@ -227,7 +225,7 @@ def test_microbatches_launch_no_swizzle_kernel(kind, optimize_for_gemm, launched
 
     before = [weight.rowwise_gemm_scale_inv, weight.columnwise_gemm_scale_inv]
     kernels = launched(training_step)
-    assert any("adam_step" in name for name in kernels)
+    assert "step_kernel" in kernels
     assert kernels.count("_swizzle_kernel") == (0 if optimize_for_gemm else 6)
     if optimize_for_gemm:
         assert [t.data_ptr() for t in read] == 3 * [t.data_ptr() for t in before]

@@ -80,21 +80,6 @@ def test_every_write_raises_every_version(quantizer, write, path_device):
     assert all(after[name] > before[name] for name in before)
 
 
-@every_quantizer
-def test_rows_that_wait_count_when_they_are_written(quantizer, path_device):
-    tensor = quantizer.quantize(randn().to(path_device))
-    before = versions(tensor)
-    tensor[:32].copy_(randn((32, 96), seed=1))
-    written = versions(tensor)
-    assert all(written[name] > before[name] for name in before)
-    # To quantize them changes bytes once more.
-    tensor.flush()
-    flushed = versions(tensor)
-    assert all(flushed[name] > written[name] for name in before)
-    tensor.flush().dequantize(torch.float32)
-    assert versions(tensor) == flushed
-
-
 @pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
 @every_quantizer
 def test_writes_of_nothing_count(quantizer, shape):
