@@ -256,7 +256,8 @@ class Engine:
             self.states[param] = state = member.completed(
                 old, group["amsgrad"], member in stale, device
             )
-            member.free_initial_value()
+            if self.updates(group):
+                member.free_initial_value()
             member.bind(group, state, param in moving)
         structure = self._structure()
         plan = StepPlan(

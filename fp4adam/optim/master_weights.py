@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.cast import cast
-from fp4adam.distributed.dtensor import is_dtensor, sharding_groups
+from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger("fp4adam")
 
@@ -71,40 +72,63 @@ def adopt(
     others = set()
     for some in batches(p for p in parameters if not p.owner.is_meta):
         standing = _agreed({p: p.stands(master_of(p)) for p in some})
-        others |= {p for p, stands in standing.items() if not stands}
+        stale = [p for p, stands in standing.items() if not stands]
+        others.update(stale)
         _write_loaded([p for p, stands in standing.items() if stands], master_of)
-        for p in set(some) - others:
+        _expect([p for p in stale if local(master_of(p)[MASTER]).dtype != torch.int8], master_of)
+        for p in standing.keys() - others:
             p.free_initial_value()
             p.record()
     return others
 
 
 def _write_loaded(standing: Sequence[Parameter], master_of: Callable[[Parameter], State]) -> None:
-    """Quantize masters whose weights were loaded as plain values, or are beyond their remainders.
+    """Quantize masters of weights that were loaded as plain values, or out of their reach."""
+    groups = _groups(standing)
+    members = [p for peers in groups for p in peers]
+    hold = _agreed({p: p.holds(master_of(p)) for p in members})
+    written = [p for peers in groups if not all(hold[p] for p in peers) for p in peers]
+    _quantize([p.param for p in written], written, master_of)
 
-    With delayed scaling the bytes depend on more than the value. Of a scale group all or none.
+
+def _expect(stale: Sequence[Parameter], master_of: Callable[[Parameter], State]) -> None:
+    """Let weights take the bytes of their masters if plain values of these are loaded next."""
+    members = [p for peers in _groups(stale) for p in peers]
+    twins = [p.param.twin() for p in members]
+    _quantize(twins, members, master_of)
+    for p, twin in zip(members, twins, strict=True):
+        p.param._shared.left = twin
+
+
+def _groups(parameters: Sequence[Parameter]) -> list[list[QuantizedParameter]]:
+    """Those whose bytes follow from their masters, with all that share an amax.
+
+    With delayed scaling they depend on more. Of a scale group all are there, or none.
     """
     together: dict[Hashable, list[QuantizedParameter]] = defaultdict(list)
-    for p in standing:
+    for p in parameters:
         if isinstance(p, QuantizedParameter):
-            together[p.scales].append(p)
-    members = [p for peers in together.values() for p in peers]
-    hold = _agreed({p: p.holds(master_of(p)) for p in members})
-    written = [
-        p
+            if p.param.quantizer.layout.tensor_scale != "delayed":
+                together[p.scales].append(p)
+    return [
+        peers
         for scales, peers in together.items()
-        if not all(hold[p] for p in peers)
-        and not (isinstance(scales, ScaleGroup) and len(peers) < len(scales.names))
-        for p in peers
-        if p.param.quantizer.layout.tensor_scale != "delayed"
+        if not (isinstance(scales, ScaleGroup) and len(peers) < len(scales.names))
     ]
-    if written:
+
+
+def _quantize(
+    targets: Sequence[QuantizedTensor],
+    members: Sequence[QuantizedParameter],
+    master_of: Callable[[Parameter], State],
+) -> None:
+    if targets:
         cast(
-            [p.param for p in written],
-            [p.master.read(master_of(p)) for p in written],
-            [p.write_dtype for p in written],
-            [p.shard_infos() for p in written],
-            [p.scales for p in written],
+            targets,
+            [p.master.read(master_of(p)) for p in members],
+            [p.write_dtype for p in members],
+            [p.shard_infos() for p in members],
+            [p.scales for p in members],
         )
 
 

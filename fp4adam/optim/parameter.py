@@ -465,7 +465,9 @@ class QuantizedParameter(Parameter):
     def tell_weight(self) -> None:
         """Let the weight keep what other code writes until a step uses it."""
         if self.is_kept:
-            self.param._shared.stepped_by = weakref.ref(self)
+            shared = self.param._shared
+            shared.stepped_by = shared.stepped_by or weakref.WeakSet()
+            shared.stepped_by.add(self)
 
     @property
     def scales(self) -> Hashable:

@@ -277,6 +277,10 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
                 left = left._alias(tuple(out.shape))
                 source = left if _reads_as(left, value) else source
             out._write(source, non_blocking)
+        elif out._shared.rows_share_scales and out._shared.has_optimizer:
+            # If other ranks write theirs, these rows are quantized once more.
+            out._keep_left()
+            rows.replace_init_val(out, value, None)
         out.mark_unsettled()  # whatever happened here, other ranks may quantize their rows
     return out
 

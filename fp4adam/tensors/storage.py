@@ -170,10 +170,11 @@ class SharedStorage:
             on rows of other ranks, or of the tensor that they were copied from.
         init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
             the meta device if the next value that is written is to be kept.
-        stepped_by: What lives as long as the optimizer that keeps a master of the weight. While it
+        stepped_by: What lives as long as the optimizers that keep masters of the weight. While one
             does, values that other code writes are kept as ``init_val``.
-        left: What that optimizer's last step has left, as a quantized tensor of all rows, once
-            other code has written. If it comes back, so does the master. Kept until the next step.
+        left: What the last step has left, as a quantized tensor, once other code has written, or
+            the rounded master that was loaded before the weight. Plain values that are equal bring
+            its bytes back, and so the master. Kept until the next step.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
         is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
         name: The name of the parameter in its model, for error messages.
@@ -189,7 +190,7 @@ class SharedStorage:
     init_val: Tensor | None = None
     unsettled: bool = False
     left: Any = None
-    stepped_by: weakref.ref | None = None
+    stepped_by: weakref.WeakSet | None = None
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
@@ -215,7 +216,7 @@ class SharedStorage:
     @property
     def has_optimizer(self) -> bool:
         """Whether an optimizer keeps a master of the weight."""
-        return self.stepped_by is not None and self.stepped_by() is not None
+        return bool(self.stepped_by)
 
     @property
     def next_init_val(self) -> Tensor | None:
