@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from provenance import about
 
 import fp4adam
+from fp4adam.kernels import step
 from fp4adam.tensors.quantizer import Quantizer
 
 DEVICE = "cuda"
@@ -73,6 +75,7 @@ def other_launch(kind: Any, tensors: tuple) -> Any:
     variant = importlib.import_module("other_kernels.adam").Variant(*kind.variant())
     usage = importlib.import_module("other_kernels.launch.tensor_table").Usage
     layout = kind.quantizer.layout
+    other_scaled = importlib.import_module("other_kernels.tiles.state").is_scaled
     usage = usage(
         "rowwise" in layout.kept, "columnwise" in layout.kept, layout.is_square,
         layout.has_gemm_scales,
@@ -80,7 +83,7 @@ def other_launch(kind: Any, tensors: tuple) -> Any:
     cut = importlib.import_module("other_kernels.launch.schema").Cut()
     given = SimpleNamespace(
         quantizer=kind.quantizer, groups=kind.groups, write_dtype=kind.write_dtype,
-        has_scaled_states=kind.has_scaled_states, records=False,
+        has_scaled_states=any(map(other_scaled, variant.codecs)), records=False,
         variant=lambda: variant, usage=lambda: usage,
     )  # fmt: skip
     return module.StepLaunch(given, (*tensors, [cut] * len(tensors[0])))
@@ -100,14 +103,9 @@ class Steps:
         for p in self.params:
             p.grad = randn(p.shape, 1.0)
         self.optimizer = fp4adam.FP4Adam(self.params, lr=1e-3, **options)
-        cls, own = type(quantizer), vars(type(quantizer))["step_kernels"]
-        if launch is not None:
-            cls.step_kernels = staticmethod(lambda: SimpleNamespace(StepLaunch=launch))
-        try:
+        with mock.patch.object(step, "StepLaunch", launch or step.StepLaunch):
             for _ in range(3):
                 self.optimizer.step()
-        finally:
-            cls.step_kernels = own
 
     def tensors(self) -> list[torch.Tensor]:
         found = []

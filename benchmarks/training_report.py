@@ -13,6 +13,8 @@ from report import Column, Row, load_runs, source, table
 
 SPEED = (
     Column("ms", "ms", "training step, ms", ".1f"),
+    Column("host_ms", "host ms", "host of forward and backward, ms", ".1f"),
+    Column("predicted_ms", "predicted", "at the ceilings, ms", ".1f"),
     Column("tokens_per_second", "tokens/s", "tokens/s", ",.0f"),
 )
 MEMORY = (

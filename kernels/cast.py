@@ -58,7 +58,7 @@ ROWWISE_AMAX = tl.constexpr(CAST.index("rowwise_amax"))
 COLUMNWISE_AMAX = tl.constexpr(CAST.index("columnwise_amax"))
 
 AMAX_TILE = 4096
-MASKED_REGISTERS = 128
+MASKED_REGISTERS = 255
 # Block scales that one program writes.
 SCALES = 1024
 
@@ -267,14 +267,17 @@ def _span_amax_kernel(
         row = first_row + i * BR
         mask = _span_mask(table, tensor, row, col, cols, WHOLE, BR, BC)
         x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, BC)
-        largest = tl.maximum(largest, tl.abs(x))
+        if F.code != "e4m3":
+            largest = tl.abs(x)  # one part; NaN stays
+        else:
+            largest = tl.maximum(largest, tl.abs(x))
     FORM: tl.constexpr = form_of(F.scale, F.square)
     if F.scale != "" and F.rowwise:
-        amax = amax_of_blocks(in_blocks(largest, F.block, FORM), FORM)
+        amax = amax_of_blocks(in_blocks(largest, F.block, FORM), F, FORM)
         grid, inside = _amax_pointers(table, tensor, first_row, col, cols, FORM, F, BR, BC)
         tl.store(grid, amax, inside)
     if F.columnwise and not F.square:
-        amax = amax_of_blocks(in_blocks(largest, F.block, "column"), "column")
+        amax = amax_of_blocks(in_blocks(largest, F.block, "column"), F, "column")
         grid, inside = _amax_pointers(table, tensor, first_row, col, cols, "column", F, BR, BC)
         tl.store(grid, amax, inside)
     if F.tensor_amax != "":

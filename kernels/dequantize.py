@@ -8,11 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.format import bits_of, decode_factor, format_of
+from fp4adam.kernels.format import bits_of, code_values, decode_factor, format_of
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
 from fp4adam.kernels.tiles.bfloat16 import round_to
-from fp4adam.kernels.tiles.e2m1 import e2m1_value
-from fp4adam.kernels.tiles.e4m3 import e4m3_value
 
 # Groups of eight codes per program: two per thread.
 GROUPS = 256
@@ -69,13 +67,15 @@ def _dequantize_kernel(
         mask = inside[:, None] & ((8 * i)[:, None] + lane < cols)
     start = part * data_gap
     if bits_of(F.code) == 8:
-        value = e4m3_value(tl.load(data_ptr + start[:, None] + offs, mask, 0))
+        code = tl.load(data_ptr + start[:, None] + offs, mask, 0)
     elif PLAIN:
         words = tl.load((data_ptr + start).to(tl.pointer_type(tl.uint32)) + group, inside, 0)
-        value = e2m1_value((words[:, None] >> (4 * lane)) & 0xF)
+        code = (words[:, None] >> (4 * lane)) & 0xF
     else:
         code = tl.load(data_ptr + start[:, None] + offs // 2, mask, 0).to(tl.int32)
-        value = e2m1_value((code >> (4 * (lane % 2))) & 0xF)
+        code = (code >> (4 * (lane % 2))) & 0xF
+    CODE: tl.constexpr = F.code
+    value = code_values(code, CODE)
     scale = 0
     if F.scale != "":
         grid = scale_ptr + part * scale_part + scale_row * stride_scale_row

@@ -25,6 +25,7 @@ from fp4adam.kernels.tiles.remainder import (
     split_off,
     unit_of_one,
 )
+from fp4adam.kernels.tiles.target import is_compiled
 from fp4adam.kernels.tiles.words import pack_words
 
 CODE_BITS = {"e2m1": 4, "e4m3": 8}
@@ -126,21 +127,39 @@ def per_element(factor, FORM: tl.constexpr):
 
 
 @triton.jit
-def _amax(x, AXIS: tl.constexpr):
-    """Largest magnitude along an axis, ignoring NaN; 0 if all elements are NaN."""
-    amax = tl.max(tl.abs(x), AXIS)
-    return tl.where(amax == amax, amax, 0.0)
+def _larger(x, y):
+    """The larger one of two numbers; NaN if any is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def amax_of_blocks(blocks, FORM: tl.constexpr):
-    """The largest magnitudes of float32 blocks by :func:`in_blocks`; NaN does not count."""
-    if FORM == "square":
-        amax = _amax(_amax(blocks, 3), 1)
-    elif FORM == "row":
-        amax = _amax(blocks, 2)
+def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
+    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
+    if not KEEPS_NAN:
+        amax = tl.max(tl.abs(x), AXIS)
+        amax = tl.where(amax == amax, amax, 0.0)
+    elif is_compiled():
+        amax = tl.reduce(tl.abs(x), AXIS, _larger)
     else:
-        amax = _amax(blocks, 1)
+        # As integers NaN is the largest; the interpreter reduces by a function element by element.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
+        amax = bits.to(tl.float32, bitcast=True)
+    return amax
+
+
+@triton.jit
+def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
+    """The largest magnitudes of float32 blocks by :func:`in_blocks`.
+
+    NaN does not count if codes have it. Else it is that of the block, whose scale shows it.
+    """
+    KEEPS: tl.constexpr = F.code != "e4m3"
+    if FORM == "square":
+        amax = _amax(_amax(blocks, 3, KEEPS), 1, KEEPS)
+    elif FORM == "row":
+        amax = _amax(blocks, 2, KEEPS)
+    else:
+        amax = _amax(blocks, 1, KEEPS)
     return amax
 
 
@@ -190,11 +209,12 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
         encode = tl.where((tensor_amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
         decode = tl.div_rn(1.0, encode)
         scale = e4m3_code(amax * (encode * 0.16666666666666666), HARDWARE=False)
-        factor = tl.minimum(tl.div_rn(1.0, e4m3_value(scale) * decode), FP32_MAX)
+        factor = tl.div_rn(1.0, e4m3_value(scale) * decode)
+        factor = tl.where(factor > FP32_MAX, FP32_MAX, factor)  # NaN stays
     elif F.scale == "e8m0":
-        if F.code == "e2m1":
+        if F.code != "e4m3":
             exponent = (amax.to(tl.int32, bitcast=True) + F.rounding) >> 23
-            scale = tl.maximum(exponent - 2, 0)
+            scale = tl.where(amax == amax, tl.maximum(exponent - 2, 0), 255)
         else:
             # 1 / 448 rounded to float32; a division would give the same scales.
             scale = e8m0_code_up(amax * 0.0022321429569274187)
@@ -231,6 +251,40 @@ def decode_factor(scale, tensor_amax, epsilon, F: tl.constexpr):
 
 
 @triton.jit
+def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, HARDWARE: tl.constexpr):
+    """Words of the codes nearest to a float32 tile [R, C], and their values if VALUES.
+
+    HARDWARE: as for :func:`e4m3_words`.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    value = x
+    if CODE == "e2m1":
+        if VALUES:
+            code, value = e2m1_round(x)
+        else:
+            code = e2m1_code(x)
+        words = pack_words(code, 4, R, C)
+    else:
+        tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
+        words = e4m3_words(x, R, C, HARDWARE)
+        if VALUES:
+            value = e4m3_word_values(words, R, C)
+    return words, value
+
+
+@triton.jit
+def code_values(code, CODE: tl.constexpr):
+    """The float32 values of codes, one per element."""
+    if CODE == "e2m1":
+        value = e2m1_value(code)
+    else:
+        tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
+        value = e4m3_value(code)
+    return value
+
+
+@triton.jit
 def encode_blocks(
     x,
     amax,
@@ -251,20 +305,11 @@ def encode_blocks(
     BC: tl.constexpr = x.shape[1]
     blocks = in_blocks(x, F.block, FORM)
     if amax is None and FORM != "tensor":
-        amax = amax_of_blocks(blocks, FORM)
+        amax = amax_of_blocks(blocks, F, FORM)
     scale, factor = scale_of_amax(amax, tensor_amax, epsilon, F)
     scaled = tl.reshape(blocks * per_element(factor, FORM), (BR, BC))
-    value = x
-    if F.code == "e2m1":
-        if VALUES:
-            code, value = e2m1_round(scaled)
-        else:
-            code = e2m1_code(scaled)
-        words = pack_words(code, 4, BR, BC)
-    else:
-        words = e4m3_words(scaled, BR, BC, HARDWARE)
-        if VALUES:
-            value = e4m3_word_values(words, BR, BC)
+    CODE: tl.constexpr = F.code  # Triton 3.6 takes no plain strings as arguments
+    words, value = code_words(scaled, CODE, VALUES, HARDWARE)
     return words, scale, value
 
 
@@ -389,17 +434,19 @@ def load_masters(
     neighbours per thread.
     """
     FORM: tl.constexpr = form_of(F.scale, F.square)
-    BITS: tl.constexpr = bits_of(F.code)
-    if F.code == "e2m1":
+    CODE: tl.constexpr = F.code
+    BITS: tl.constexpr = bits_of(CODE)
+    if BITS == 4:
         WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
         ptr += tile_start(row, col // LANES, cols // LANES)
         offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
         code = (tl.load(ptr + offs)[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))) & 0xF
-        value = tl.reshape(e2m1_value(code), (BR, BC))
+        value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
-        value = e4m3_value(tl.load(ptr + state_offsets(cols, BR, BC, LANES), mask))
+        code = tl.load(ptr + state_offsets(cols, BR, BC, LANES), mask)
+        value = code_values(code, CODE)
     scale = 0
     if F.scale != "":
         scale = load_row_scales(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)

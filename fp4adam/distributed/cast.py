@@ -327,11 +327,10 @@ def cast(
     infos: Sequence[Sequence[ShardInfo]] | None = None,
     scales: Sequence[Hashable] | None = None,
 ) -> None:
-    """Quantize new values of local tensors: measure, exchange, write.
+    """Quantize new values of local tensors, which may share scales with each other or other ranks.
 
     If some are shards, every rank that has shards of these tensors has to call it for the same
-    ones. The number of launches does not depend on the number of tensors, except for those that
-    :func:`can_be_cast` excludes.
+    ones.
 
     Args:
         tensors: Whole tensors, and shards.
@@ -342,54 +341,33 @@ def cast(
     """
     infos = [()] * len(tensors) if infos is None else infos
     scales = [*range(len(tensors))] if scales is None else scales
-    sharing: dict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(scales):
-        sharing[key].append(i)
-    together: dict[torch.device, list[int]] = defaultdict(list)
-    for members in sharing.values():
-        if all(infos[i] or can_be_cast(tensors[i]) for i in members):
-            together[tensors[members[0]].device] += members
-        else:
-            rounded = [values[i].to(dtypes[i]) for i in members]
-            amax = None
-            has_amax = tensors[members[0]].quantizer.layout.tensor_scale is not None
-            if len(members) > 1 and has_amax:
-                found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
-                amax = torch.cat([x.to(found[0].device) for x in found]).amax(0, keepdim=True)
-            for i, value in zip(members, rounded, strict=True):
-                tensors[i]._write(value, amax=amax)
-    for members in together.values():
+    whole: dict[Hashable, list[int]] = defaultdict(list)
+    shards: dict[torch.device, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        (shards[tensor.device] if infos[i] else whole[scales[i]]).append(i)
+    for members in whole.values():
+        rounded = [values[i].to(dtypes[i]) for i in members]
+        amax = None
+        if len(members) > 1 and tensors[members[0]].quantizer.layout.tensor_scale is not None:
+            found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
+            amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
+        for i, value in zip(members, rounded, strict=True):
+            tensors[i]._write(value, amax=amax)
+    for members in shards.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]
         one.measure(given)
-        shared: dict[Hashable, list[Tensor]] = defaultdict(list)
-        sharded = []
-        for i, (amax, grids) in zip(members, one.exchanged, strict=True):
-            if infos[i]:
-                spec = tensors[i]._shared.global_spec
-                sharded.append((infos[i], Exchanged(spec, amax, grids, scales[i])))
-            elif amax is not None:
-                shared[scales[i]].append(amax)
-        for peers in shared.values():
-            if len(peers) > 1:
-                largest = torch.cat(peers).amax(0, keepdim=True)
-                torch._foreach_copy_(peers, [largest] * len(peers))
-        for exchange in exchanges(sharded):
+        exchanged = [
+            (infos[i], Exchanged(tensors[i]._shared.global_spec, *amaxes, scales[i]))
+            for i, amaxes in zip(members, one.exchanged, strict=True)
+        ]
+        for exchange in exchanges(exchanged):
             exchange()
         one.write(given)
-
-
-def can_be_cast(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor can be quantized in one launch with others.
-
-    Not with ``two_dimensional=False`` or columnwise codes alone, nor a slice.
-    """
-    return bool(tensor.numel()) and tensor.quantizer.layout.casts_in_parts and rows.is_all(tensor)
 
 
 def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:
     amax = torch.zeros(1, dtype=torch.float32, device=value.device)
     if value.numel():
-        matrix = value.reshape(flat_shape(tuple(value.shape))).contiguous()
-        tensor.quantizer.measure(matrix, amax)
+        tensor.quantizer.measure(value.reshape(flat_shape(tuple(value.shape))).contiguous(), amax)
     return amax

@@ -12,7 +12,8 @@ shorter parts, which makes them plain tensors without the other ranks knowing.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,23 +30,60 @@ _INIT_DTYPES = (None, *HIGH_PRECISION_DTYPES)
 _UNSETTLED = len(_INIT_DTYPES)
 
 
-class _Slot(NamedTuple):
-    """One tensor of a collective: this rank's copy, and whether this rank is the sender."""
+class _Slot:
+    """One tensor of a collective on this rank, which sends it or receives it.
 
-    tensor: Tensor
-    sends: bool
+    Attributes:
+        parts: The plain tensors to send or to receive into, once :func:`_agree` has returned.
+    """
+
+    def __init__(self, tensor: Tensor, sends: bool) -> None:
+        self.tensor, self.sends, self.parts = tensor, sends, [tensor]
+        self._received: QuantizedTensor | None = None
+
+    def state(self) -> int:
+        """What the sender announces."""
+        if not (self.sends and isinstance(self.tensor, QuantizedTensor)):
+            return 0
+        if self.tensor.pending_value() is not None:
+            return _UNSETTLED
+        value = self.tensor._high_precision_init_val if rows.is_all(self.tensor) else None
+        return 0 if value is None else _INIT_DTYPES.index(value.dtype)
+
+    def prepare(self, init_dtype: torch.dtype | None) -> None:
+        """Make the parts, with a high-precision initial value if the sender has one."""
+        tensor, value = self.tensor, None
+        if not isinstance(tensor, QuantizedTensor):
+            return
+        if self.sends:
+            own = rows.own_blocks(tensor)
+            if init_dtype is not None:
+                value = tensor._high_precision_init_val.detach().to(tensor.device)
+        else:
+            own = self._received = tensor.detach()._map_storage(torch.empty_like)
+            if init_dtype is not None:
+                value = torch.empty(tensor.shape, dtype=init_dtype, device=tensor.device)
+        self._init_val = value
+        parts = [*own.storage_tensors().values()]
+        parts += [] if value is None else [value.reshape(tensor.shape)]
+        # .data has a version of its own; sending must not count as a write.
+        self.parts = [part.data.contiguous() for part in parts] if self.sends else parts
+
+    def take(self) -> None:
+        """Write what has been received to the tensor."""
+        if self._received is not None:
+            self.tensor._write(self._received)
+            if rows.is_all(self.tensor):
+                self.tensor._high_precision_init_val = self._init_val
 
 
-def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype | None]:
-    """The dtype of each sender's high-precision initial value; None if it has none.
+def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> None:
+    """Prepare slots, once all ranks know what is sent.
 
     Raises:
         RuntimeError: On every rank, if formats differ between ranks, or a sender has no codes yet.
     """
-    local_info = [
-        (_state_of(slot.tensor) if slot.sends else 0, look := _format_hash(slot.tensor), -look)
-        for slot in slots
-    ]
+    local_info = [(slot.state(), look := _format_hash(slot.tensor), -look) for slot in slots]
     table = torch.tensor(local_info, dtype=torch.int64, device=slots[0].tensor.device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
@@ -64,21 +102,13 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> list[torch.dtype
                 f"shape {tuple(slot.tensor.shape)} with values that are not quantized yet; run a "
                 "forward pass or a step first"
             )
-    return [_INIT_DTYPES[state] for state, *_ in found]
+    for slot, (state, *_) in zip(slots, found, strict=True):
+        slot.prepare(_INIT_DTYPES[state])
 
 
 def _name_of(tensor: Tensor) -> str:
     kind = tensor.quantizer if isinstance(tensor, QuantizedTensor) else "plain values"
     return f"{kind} of shape {tuple(tensor.shape)} in {tensor.dtype}"
-
-
-def _state_of(tensor: Tensor) -> int:
-    if not isinstance(tensor, QuantizedTensor):
-        return 0
-    if tensor.pending_value() is not None:
-        return _UNSETTLED
-    value = tensor._high_precision_init_val if rows.is_all(tensor) else None
-    return 0 if value is None else _INIT_DTYPES.index(value.dtype)
 
 
 def _format_hash(tensor: Tensor) -> int:
@@ -91,60 +121,12 @@ def _format_hash(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
 
 
-def _sent_tensors(tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> list[Tensor]:
-    """The plain tensors that a sender broadcasts."""
-    part = rows.own_blocks(tensor)
-    parts = [*part.storage_tensors().values()]
-    if init_dtype is not None:
-        value = tensor._high_precision_init_val
-        parts.append(value.detach().to(tensor.device).reshape(tensor.shape))
-    # .data has a version of its own; sending must not count as a write.
-    return [inner.data.contiguous() for inner in parts]
-
-
-class _Receive:
-    """The receive buffers of one tensor.
-
-    Attributes:
-        parts: Buffers to receive into, in the order of :func:`_sent_tensors` on the sender.
-    """
-
-    def __init__(self, tensor: QuantizedTensor, init_dtype: torch.dtype | None) -> None:
-        self._tensor = tensor
-        self._received = tensor.detach()._map_storage(torch.empty_like)
-        self._init_val = None
-        self.parts = [*self._received.storage_tensors().values()]
-        if init_dtype is not None:
-            self._init_val = torch.empty(tensor.shape, dtype=init_dtype, device=tensor.device)
-            self.parts.append(self._init_val)
-
-    def take(self) -> None:
-        """Write the received data to the tensor."""
-        self._tensor._write(self._received)
-        if rows.is_all(self._tensor):
-            self._tensor._high_precision_init_val = self._init_val
-
-
-def _buffers(
-    slots: Sequence[_Slot], dtypes: Sequence[torch.dtype | None]
-) -> tuple[list[Tensor], list[_Receive]]:
-    """The buffers of all slots on this rank, and the receives that wait for some of them."""
-    parts, receives = [], []
-    for slot, dtype in zip(slots, dtypes, strict=True):
-        if not isinstance(slot.tensor, QuantizedTensor):
-            parts.append(slot.tensor)
-        elif slot.sends:
-            parts += _sent_tensors(slot.tensor, dtype)
-        else:
-            receives.append(_Receive(slot.tensor, dtype))
-            parts += receives[-1].parts
-    return parts, receives
-
-
-def _send(group: Any, parts: Sequence[Tensor], root: int) -> Any:
+def _send(group: Any, slots: Sequence[_Slot], root: int) -> Any:
     """Broadcast each part, wait for it, and return the last work."""
-    for part in parts:
+    for part in chain.from_iterable(slot.parts for slot in slots):
         work = _run_collective(torch.ops.c10d.broadcast_.default, [part], group, root, 0, True, -1)
+    for slot in slots:
+        slot.take()
     return work
 
 
@@ -157,11 +139,8 @@ def _broadcast_(
         return outs, _run_collective(func, _values(outs), group, root, *args)
     process_group = dist.ProcessGroup.unbox(group)
     slots = [_Slot(out, process_group.rank() == root) for out in outs]
-    parts, receives = _buffers(slots, _agree(process_group, slots))
-    work = _send(group, parts, root)
-    for receive in receives:
-        receive.take()
-    return outs, work
+    _agree(process_group, slots)
+    return outs, _send(group, slots, root)
 
 
 # dist.all_gather into quantized tensors; plain tensors receive decoded values.
@@ -180,18 +159,16 @@ def _allgather_(
                 f"shape {tuple(out.shape)}; fill it with torch.empty_like(tensor), or gather values"
             )
     process_group = dist.ProcessGroup.unbox(group)
+    rank = process_group.rank()
     slots = [_Slot(out, False) for out in received]
-    slots[process_group.rank()] = _Slot(own, True)
-    dtypes = _agree(process_group, slots)
-    for root, (slot, dtype) in enumerate(zip(slots, dtypes, strict=True)):
-        parts, receives = _buffers([slot], [dtype])
-        work = _send(group, parts, root)
-        for receive in receives:
-            receive.take()
-    mine = received[process_group.rank()]
-    receive = _Receive(mine, dtypes[process_group.rank()])
-    torch._foreach_copy_(receive.parts, _sent_tensors(own, dtypes[process_group.rank()]))
-    receive.take()
+    slots[rank] = _Slot(own, True)
+    _agree(process_group, slots)
+    for root, slot in enumerate(slots):
+        work = _send(group, [slot], root)
+    mine = _Slot(received[rank], False)
+    mine.prepare(None if slots[rank]._init_val is None else slots[rank]._init_val.dtype)
+    torch._foreach_copy_(mine.parts, slots[rank].parts)
+    mine.take()
     return outs, work
 
 
@@ -235,10 +212,10 @@ def _broadcast_coalesced(
     if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
         return broadcast(process_group, tensors, buffer_size, src)
     slots = [_Slot(tensor, process_group.rank() == src) for tensor in tensors]
-    buffers, receives = _buffers(slots, _agree(process_group, slots))
-    broadcast(process_group, buffers, buffer_size, src)
-    for receive in receives:
-        receive.take()
+    _agree(process_group, slots)
+    broadcast(process_group, [*chain.from_iterable(s.parts for s in slots)], buffer_size, src)
+    for slot in slots:
+        slot.take()
 
 
 wrap_broadcast_coalesced(_broadcast_coalesced)

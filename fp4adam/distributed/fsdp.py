@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp4adam.distributed.dtensor import local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.distributed.shards import parallel_infos, settle_shard
-from fp4adam.distributed.torch_patches import ranks_after_forward
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
@@ -118,11 +117,7 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
 
 
 class _PreAllGather:
-    """The hook as a callable with a fixed signature.
-
-    FSDP2 inspects the signature at each call, which is slow for a bound method.
-    """
-
+    # FSDP2 inspects the signature at each call, which is slow for a bound method.
     __slots__ = ("_shard",)
     __signature__ = inspect.Signature(
         [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)]
@@ -135,24 +130,7 @@ class _PreAllGather:
         return pre_all_gather(self._shard, mesh)
 
 
-def _check_reshard_setting(shard: QuantizedTensor) -> None:
-    """Raise ValueError if FSDP2 would keep gathered codes sharded over fewer ranks.
-
-    It keeps plain weights alone so.
-    """
-    ranks = ranks_after_forward()
-    if ranks is not None:
-        name = shard._shared.name
-        what = "a quantized weight" if name is None else f"parameter {name!r}"
-        raise ValueError(
-            f"reshard_after_forward must be True or False for {what}, got {ranks}: FSDP2 cannot "
-            "gather codes again from fewer ranks; pass True to free gathered weights after "
-            "forward, or False to keep them"
-        )
-
-
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
-    _check_reshard_setting(shard)
     spec = _global_spec(shard)
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
@@ -178,11 +156,8 @@ def _entries_to_gather(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The inner tensors to gather, equal in size on every rank; the names of those known on all.
 
-    Args:
-        shard: The shard.
-        mesh: The ranks.
-        codes: Whether to gather the codes of both directions, unless one can be derived from the
-            other. If False, only what is needed to decode the values.
+    ``codes``: Gather the codes of both directions, unless one can be derived from the other; else
+    only what is needed to decode the values.
     """
     tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
     inputs, known = {}, ()

@@ -103,17 +103,6 @@ def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
     return sorted({end // block for end in ends if end % block})
 
 
-def own_cut_blocks(spec: GlobalSpec, info: ShardInfo) -> tuple[int, ...]:
-    """Those of them that a shard has rows of, counted from its first block."""
-    first = info.number * spec.chunk_rows
-    last = min(first + spec.chunk_rows, spec.rows) - 1
-    block = spec.quantizer.layout.block
-    own = range(first // block, last // block + 1) if first <= last else ()
-    return tuple(
-        number - first // block for number in cut_blocks(spec, info.n_shards) if number in own
-    )
-
-
 class Exchanged(NamedTuple):
     """The amaxes of a shard that ranks exchange.
 
@@ -128,6 +117,11 @@ class Exchanged(NamedTuple):
     amax: Tensor | None
     grids: Sequence[Tensor]
     scales: Hashable
+
+
+def _reordered(bits: Tensor) -> Tensor:
+    """The bits of floats as integers of the same order, or the reverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 class AmaxExchange:
@@ -158,10 +152,11 @@ class AmaxExchange:
                     slot_of[scales], size = size, size + 1
                 self._amaxes.append(amax)
                 slots.append(torch.tensor([slot_of[scales]]))
-            first_block = info.number * spec.chunk_rows // spec.quantizer.layout.block
-            own = own_cut_blocks(spec, info)
+            block, first = spec.quantizer.layout.block, info.number * spec.chunk_rows
+            first_block, end = first // block, min(first + spec.chunk_rows, spec.rows)
+            own = range(first_block, -(-end // block) if first < end else 0)
             for number, grid in product(cut_blocks(spec, info.n_shards), grids):
-                if number - first_block in own:
+                if number in own:
                     self._amaxes.append(grid[number - first_block])
                     slots.append(torch.arange(size, size + grid.shape[1]))
                 size += grid.shape[1]
@@ -176,8 +171,10 @@ class AmaxExchange:
             torch._foreach_copy_(own.split(self._sizes), self._amaxes)
         self._buffer.fill_(-math.inf)  # in slots that this rank has no part of
         self._buffer.scatter_reduce_(0, self._slots, own, "amax")
-        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
-        return self._buffer
+        # As integers that order as the floats do, with NaN as the largest on every rank.
+        bits = _reordered(self._buffer.view(torch.int32))
+        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group)
+        return _reordered(bits).view(torch.float32)
 
     def __call__(self) -> None:
         """Exchange the amaxes, in place."""

@@ -4,7 +4,6 @@ torch has no hook at these places. Each function says what it waits for. Read in
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +43,14 @@ def wrap_shard_tensor(kind: Any, wrapper: Callable[..., Any]) -> None:
         NotImplementedError: If this torch has no such function; parts would silently be plain.
     """
     own = getattr(kind, "_shard_tensor", None)
-    if hasattr(own, "__wrapped__"):
-        return
-    names = [] if own is None else [*inspect.signature(own).parameters]
-    if names != ["self", "tensor", "mesh", "mesh_dim", "src_data_rank"]:
+    if own is None:
         raise NotImplementedError(
-            "Shard._shard_tensor must take (tensor, mesh, mesh_dim, src_data_rank) for quantized "
-            f"weights to be distributed, got {names} in torch {torch.__version__}; use torch 2.11 "
-            "to 2.13, or leave the layer in high precision (filter=...)"
+            "Shard must have a method _shard_tensor for quantized weights to be distributed, got "
+            f"none in torch {torch.__version__}; use torch 2.11 to 2.13, or leave the layer in "
+            "high precision (filter=...)"
         )
-
-    @functools.wraps(own)
-    def shard_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(own, self, *args, **kwargs)
-
-    kind._shard_tensor = shard_tensor
+    if not hasattr(own, "__wrapped__"):
+        kind._shard_tensor = functools.wraps(own)(lambda *args, **kw: wrapper(own, *args, **kw))
 
 
 _FLATTENED_BY = {
@@ -99,21 +91,3 @@ def is_loading_from_rank_0() -> bool:
     while frame is not None and frame.f_globals is not vars(module):
         frame = frame.f_back
     return frame is not None
-
-
-def ranks_after_forward() -> int | None:
-    """Over how many ranks FSDP2 keeps the weight that it gathers now, if over fewer than it shards.
-
-    Its hooks do not show the setting, but the call stack does. FSDP2 does not support it with its
-    hooks: https://github.com/pytorch/pytorch/pull/123953
-    """
-    module = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
-    frame = sys._getframe(1)
-    while frame is not None:
-        param = frame.f_locals.get("self")
-        if isinstance(param, module.FSDPParam):
-            after, before = param.post_forward_mesh_info, param.mesh_info
-            is_other = after is not None and after.shard_mesh_size != before.shard_mesh_size
-            return after.shard_mesh_size if is_other else None
-        frame = frame.f_back
-    return None

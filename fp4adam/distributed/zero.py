@@ -75,7 +75,8 @@ def quantize_master_weights(
         plan.borrowed.get(i, weight).clear_high_precision_init_val()
     plan.scales_of_others.read()
     plan.cast.measure(plan.values)
-    dist.all_reduce(plan.cast.amaxes, dist.ReduceOp.MAX, group)
+    # As integers, which order as these floats do, NaN is the largest on every rank.
+    dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
     plan.cast.write(plan.values, plan.outs)
     plan.scales_of_others()
     torch.autograd.graph.increment_version(model_weights)

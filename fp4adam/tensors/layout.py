@@ -108,6 +108,11 @@ class Layout:
         return 8 // self.rowwise.codes.cols
 
     @property
+    def shows_nan_by_scales(self) -> bool:
+        """Whether a block with a NaN gets a scale that is NaN, because its codes have none."""
+        return self.code_type == "e2m1"
+
+    @property
     def swizzles(self) -> bool:
         """Whether GEMMs read scales in a swizzled layout, as they do those of one byte."""
         return self.scale_type in ("e4m3", "e8m0")
@@ -139,6 +144,10 @@ class Layout:
                 across = (1, self.block) if usage == "rowwise" else (self.block, 1)
                 inner[f"{usage}_gemm_scale_inv"] = Inner(*across, usage != "rowwise", (128, 4))
         return inner
+
+    def scales_of(self, usage: str) -> str:
+        """The name of the inner tensor with the scales of a direction."""
+        return "block_scale_inv" if self.is_square else f"{usage}_scale_inv"
 
     @functools.cached_property
     def blocks(self) -> dict[str, tuple[int, int]]:

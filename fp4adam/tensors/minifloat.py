@@ -93,9 +93,10 @@ def e8m0_code_up(x: Tensor) -> Tensor:
 
 
 def e8m0_reciprocal(code: Tensor) -> Tensor:
-    """2**(127 - code) as exact float32, for uint8 codes 0..254."""
+    """2**(127 - code) as exact float32, for uint8 codes; 255 gives NaN."""
     exponent = 254 - code.to(torch.int32)
-    return exponent.bitwise_left_shift_(23).clamp_(min=0x400000).view(torch.float32)
+    bits = (exponent << 23).clamp_(min=0x400000)
+    return torch.where(exponent < 0, 0x7FC00000, bits).view(torch.float32)
 
 
 def e8m0_value(code: Tensor) -> Tensor:
@@ -105,9 +106,10 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does."""
-    return x.abs().nan_to_num_(0.0, math.inf).amax(dims)
+def amax(x: Tensor, dims: tuple[int, ...], keeps_nan: bool = False) -> Tensor:
+    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does, or keeping it."""
+    magnitude = x.abs()
+    return (magnitude if keeps_nan else magnitude.nan_to_num_(0.0, math.inf)).amax(dims)
 
 
 class CodeType(NamedTuple):

@@ -24,7 +24,6 @@ from fp4adam import (
     Quantizer,
     Recipe,
     check_shards,
-    kept_weights,
     quantize_model,
 )
 from fp4adam.distributed import fsdp
@@ -497,17 +496,6 @@ def shard_otherwise(rank: int) -> None:
             fully_shard(build(64, 32, quantizer), mesh=mesh)
     with pytest.raises(ValueError, match="must be sharded along its first dimension"):
         fully_shard(build(64, 32, "nvfp4"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
-    for recipe in ("nvfp4", WITH_GEMM_SCALES["mxfp8"]):
-        model = build(64, 32, recipe)
-        try:
-            for layer in (model[0], model[2], model):
-                fully_shard(layer, mesh=mesh, reshard_after_forward=2)
-        except NotImplementedError as error:  # torch 2.15 refuses it itself
-            assert "reshard_after_forward is an int" in str(error)
-            continue
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"reshard_after_forward .* '0\.weight', got 2:"):
-                model(torch.ones(8, 32, device=home()))
     plain = build(64, 32, None)
     fully_shard(plain, mesh=mesh)
     with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
@@ -620,9 +608,7 @@ def train_quantized_matmuls(rank: int) -> None:
                 fully_shard(model, mesh=all_ranks())
                 # The gathered weight is made of what was gathered, which torch must keep then.
                 assert [releases_gathered(layer) for layer in (model[0], model[2])] == [False] * 2
-            # A gathered weight is the same tensor at every step, with other values.
-            with kept_weights():
-                losses.append(three_losses(model))
+            losses.append(three_losses(model))
         assert torch.equal(*losses) and losses[0][-1] < losses[0][0]
 
 

@@ -134,24 +134,6 @@ def test_kernels_write_the_same_bytes(
     assert_bytes_are_of_masters(optimizer)
 
 
-def test_all_weights_are_quantized_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of casts does not grow with the number of weights."""
-    from fp4adam.distributed.cast import LocalCast
-
-    casts: list[int] = []
-    write = LocalCast.write
-    monkeypatch.setattr(
-        LocalCast,
-        "write",
-        lambda self, *args: casts.append(len(self._spans)) or write(self, *args),
-    )
-    params = [make_weight(q, device, seed=i) for i, q in enumerate([*RECIPES.values()] * 3)]
-    optimizer = MasterWeightOptimizer(params, SGD, lr=1.0)
-    set_grads(params, 0)
-    optimizer.step()
-    assert casts == [3 * len(RECIPES)]
-
-
 def test_scale_groups_are_quantized_with_one_amax(device: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "k_proj")})
     quantize_model(model.to(device), "nvfp4", filter=lambda *_: True, scale_groups=hf_scale_groups)

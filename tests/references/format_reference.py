@@ -114,12 +114,16 @@ def _pad(x: NDArray, rows: int, columns: int) -> NDArray:
     return np.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
 
 
-def _block_amax(x: Floats, rows: int, columns: int) -> Floats:
-    """Largest |x| of every rows x columns block, NaN ignored; ragged blocks are filled with 0."""
+def _block_amax(x: Floats, rows: int, columns: int, keeps_nan: bool = False) -> Floats:
+    """Largest |x| of every rows x columns block; ragged blocks are filled with 0.
+
+    NaN is ignored, or stays where codes have none.
+    """
     padded = _pad(np.abs(x), rows, columns)
     m, k = padded.shape
     blocks = padded.reshape(m // rows, rows, k // columns, columns)
-    return np.fmax.reduce(np.fmax.reduce(blocks, axis=3, initial=0), axis=1, initial=0)
+    larger = np.maximum if keeps_nan else np.fmax
+    return larger.reduce(larger.reduce(blocks, axis=3, initial=0), axis=1, initial=0)
 
 
 def _spread(blocks: NDArray, rows: int, columns: int, shape: tuple[int, ...]) -> NDArray:
@@ -135,7 +139,8 @@ def _nvfp4_rowwise(x: Floats, tile_rows: int) -> tuple[Codes, Codes, Floats]:
         global_encode = np.float32(1)
     global_decode = np.float32(1) / global_encode
     factor = global_encode * ONE_SIXTH
-    block_amax = _block_amax(x, tile_rows, 16)
+    # Transformer Engine passes over NaN, and shows it in no code of E2M1.
+    block_amax = _block_amax(x, tile_rows, 16, keeps_nan=True)
     scale = encode_e4m3(np.minimum(block_amax * factor, FLOAT32_MAX))
     encode = np.minimum(np.float32(1) / (decode_e4m3(scale) * global_decode), FLOAT32_MAX)
     codes = encode_e2m1(x * _spread(encode, tile_rows, 16, x.shape))
@@ -288,7 +293,7 @@ def dequantize_float8(fields: Fields) -> Floats:
 @np.errstate(all="ignore")
 def quantize_mxfp4(x: Floats) -> Fields:
     """MXFP4 of x [M, K], K a multiple of 32, with scales rounded to even; the rowwise fields."""
-    mantissa, exponent = np.frexp(_block_amax(x, 1, 32))
+    mantissa, exponent = np.frexp(_block_amax(x, 1, 32, keeps_nan=True))
     exponent = exponent - 1 + (mantissa >= 0.875)
     scale = np.maximum(np.where(mantissa == 0, -127, exponent - 2) + 127, 0).astype(np.uint8)
     encode = np.ldexp(np.float32(1), 127 - scale.astype(np.int32))
