@@ -256,8 +256,7 @@ class Engine:
             self.states[param] = state = member.completed(
                 old, group["amsgrad"], member in stale, device
             )
-            if self.updates(group):
-                member.free_initial_value()
+            member.free_initial_value(self.updates(group))
             member.bind(group, state, param in moving)
         structure = self._structure()
         plan = StepPlan(

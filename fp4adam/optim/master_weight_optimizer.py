@@ -346,7 +346,7 @@ class MasterWeightOptimizer(Optimizer):
             }
             stepped = [view for param, view in views.items() if param in params]
             for view in stepped:
-                view.free_initial_value()
+                view.free_initial_value(view.owner in moving)
             scales = {view.scales for view in stepped if view.owner in moving}
             written = [view for view in views.values() if view.scales in scales]
             masters = [local(self._stepped[view.owner]) for view in written]

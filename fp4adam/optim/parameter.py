@@ -190,8 +190,11 @@ class Parameter:
         """Round the FP32 ``master`` into the parameter."""
         self.param.copy_(master)
 
-    def free_initial_value(self) -> None:
-        """Free the value before quantization, which the master has replaced."""
+    def free_initial_value(self, updates: bool = True) -> None:
+        """Free the value before quantization, which the master has replaced.
+
+        ``updates``: False if steps leave the parameter as it is.
+        """
 
     # Who has written it
 
@@ -519,11 +522,17 @@ class QuantizedParameter(Parameter):
         master, start = self.master.read(state), self.start_value
         if isinstance(self.master, CodeRemainder) and not self.master.can_reach(master):
             return False
+        if self.param._shared.next_init_val is not None:
+            return False  # no step has changed it since it was loaded
         return start is None or torch.equal(start.to(master).view(master.shape), master)
 
-    def free_initial_value(self) -> None:
+    def free_initial_value(self, updates: bool = True) -> None:
+        kept = self.param._high_precision_init_val
         self.param._shared.left = None
-        self.param.clear_high_precision_init_val()
+        if updates or kept is None:
+            self.param.clear_high_precision_init_val()
+        else:
+            self.param._high_precision_init_val = kept.to("meta")  # that there was one
 
 
 class BorrowedParameter(Parameter):
@@ -574,7 +583,7 @@ class BorrowedParameter(Parameter):
         scales()
         torch.autograd.graph.increment_version([self.borrowed.source])
 
-    def free_initial_value(self) -> None:
+    def free_initial_value(self, updates: bool = True) -> None:
         self.borrowed.clear_high_precision_init_val()
 
 

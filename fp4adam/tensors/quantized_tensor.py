@@ -232,7 +232,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             if not copied:
                 source = (x._read() if value is None else value).to(self.device)
                 rows.write(self, source, amax)
-            if not (by_step or is_new or is_same and value is None):
+            is_kept = not by_step or shared.init_val is not None
+            if is_kept and not (is_new or is_same and value is None):
                 # Master weights start from a value that is written before a step.
                 rows.replace_init_val(self, value, x if copied else None)
         shared.mark_written()
@@ -241,7 +242,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def _keep_left(self) -> None:
         """Keep what a step has left, before other code writes; see ``SharedStorage``."""
         shared = self._shared
-        is_stepped = shared.has_optimizer and shared.init_val is None
+        is_stepped = shared.has_optimizer and self._high_precision_init_val is None
         if is_stepped and shared.left is None and rows.is_all(self) and not self.is_meta:
             shared.left = self.twin()
 
