@@ -305,19 +305,9 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
         engine.states[member.owner] |= engine.placed(member.owner, _copies(member, master))
     for member in masters.keys() - {*kept}:
         adopt_master(member, given_master(member, masters[member]))
-    steps = [
-        saved["step"] for owner, saved in given.items() if owner in members and "step" in saved
-    ]
-    is_trained = any(float(step) > 0 for step in steps)
-    lacking = [
-        member
-        for owner, member in members.items()
-        if is_trained
-        and member not in masters
-        and checks.is_quantized(owner)
-        and member.is_kept
-        and member.start_value is None
-    ]
+    # torch drops the states of frozen parameters; a state of AdamW has no masters at all.
+    quantized = [member for owner, member in members.items() if checks.is_quantized(owner)]
+    lacking = [m for m in quantized if kept and m.is_kept and m not in masters]
     warn_of_loaded(len(others), len(lacking), len(kept))
 
 
