@@ -257,6 +257,8 @@ def test_what_cannot_be_multiplied_is_refused():
         Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
     with pytest.raises(ValueError, match="activations=True must have rowwise codes"):
         Recipe(NVFP4Quantizer(rowwise=False), activations=True)
+    with pytest.raises(ValueError, match="weight_gradients must be True unless .* got False"):
+        Recipe("float8", activations=True, weight_gradients=False)
     with pytest.raises(ValueError, match="recipe must be one of .* got 'fp8'"):
         Recipe("fp8")
     x = randn(3, IN).requires_grad_()
