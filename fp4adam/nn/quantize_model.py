@@ -244,6 +244,7 @@ def _quantize_layers(
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
     modules = [module for _, module in named_modules]
+    check_no_replica(modules)
     of_adapters = adapters(modules)
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))

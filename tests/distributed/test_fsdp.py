@@ -596,6 +596,7 @@ def train_quantized_matmuls(rank: int) -> None:
         ("nvfp4", codes),
         ("mxfp8", codes),
         ("float8block", codes),
+        ("float8", codes),
         ("nvfp4", fake),
     ):
         recipe = Recipe(weights, **options)
