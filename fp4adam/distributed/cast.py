@@ -352,7 +352,7 @@ def cast(
             found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
             amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
         for i, value in zip(members, rounded, strict=True):
-            tensors[i]._write(value, amax=amax)
+            tensors[i]._write(value, amax=amax, by_step=True)
     for members in shards.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]

@@ -5,9 +5,10 @@ states are shown under the model's parameters, so schedulers, clipping and check
 optimizer of the model.
 """
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -205,6 +206,7 @@ class MasterWeightOptimizer(Optimizer):
         # A set of tensors cannot be copied by torch.optim's own loading, nor can a state be set.
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
         self._set_up()
+        self._parameters.meet(self._params())
 
     # The step
 
@@ -307,7 +309,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _left(self, views: Iterable[Stepped]) -> Container[Stepped]:
         masters = [view for view in views if view.has_master]
-        return find_stale(masters, self._master_states())[0]
+        return find_stale(masters, self._master_states())
 
     @torch.no_grad()
     def _pass_gradients(self) -> None:
@@ -389,7 +391,7 @@ class MasterWeightOptimizer(Optimizer):
             views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())
-                view.free_initial_value(updates=True)
+                view.free_initial_value()
                 view.record()
 
     # Checkpoints
@@ -432,9 +434,9 @@ class MasterWeightOptimizer(Optimizer):
 
         def take(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             saving.check_is_state_dict(state_dict)
-            if saving.has_groups_of(self.param_groups, state_dict):
-                saving.check_masters(self.param_groups, state_dict)
-                loaded.update(state_dict)
+            saving.check_groups(self.param_groups, state_dict)
+            saving.check_masters(self.param_groups, state_dict)
+            loaded.update(state_dict)
             return {**state_dict, "state": {}}  # torch.optim checks the groups
 
         def restore(optimizer: Optimizer) -> None:
@@ -446,8 +448,8 @@ class MasterWeightOptimizer(Optimizer):
         values = [local(master).detach().clone() for master in masters]
         try:
             with (
-                saving.hooked(self.register_load_state_dict_pre_hook, take, prepend=False),
-                saving.hooked(self.register_load_state_dict_post_hook, restore),
+                _hooked(self.register_load_state_dict_pre_hook, take, prepend=False),
+                _hooked(self.register_load_state_dict_post_hook, restore),
             ):
                 super().load_state_dict(state_dict)
         except BaseException:
@@ -487,13 +489,26 @@ class MasterWeightOptimizer(Optimizer):
                     saving.adopt_master(view, {"master_param": saved})
             self._in_use = {*keys}
             with_masters = [views[param] for param in keys if views[param].has_master]
-            adopt(with_masters, self._master_states())
+            states = self._master_states()
+            adopt(with_masters, lambda view: states[view.owner])
 
     def _move_masters(self) -> None:
         """Move masters to the devices of their parameters, before states are loaded."""
         for param, master in self._stepped.items():
             if master.device != param.device and not is_dtensor(param):
                 master.data = master.to(param.device)
+
+
+@contextlib.contextmanager
+def _hooked(
+    register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
+) -> Iterator[None]:
+    """Register a hook of torch.optim for the duration of a ``with`` block."""
+    handle = register(hook, prepend=prepend)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

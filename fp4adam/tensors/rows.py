@@ -93,7 +93,8 @@ def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
         tensor._shared,
         tensors=_own_columns(tensor, _stored_between(tensor, low, high)),
         init_val=None,
-        rounded_master=None,
+        left=None,
+        stepped_by=None,
         pending=None if pending is None else rows_of(tensor, pending),
         rows=rows,
         first_row=first - low,
@@ -411,7 +412,7 @@ def replace_init_val(
     """
     shared = tensor._shared
     if is_all(tensor):
-        if shared.init_val is not None:
+        if shared.init_val is not None or shared.has_optimizer:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
     elif copied is not None and shared.init_val is not shared.next_init_val:

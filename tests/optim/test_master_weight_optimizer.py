@@ -321,7 +321,7 @@ def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
                     param.copy_(random(tuple(param.shape), seed))
             for i in range(seed % 2, len(params), 2):
                 values[i] = (
-                    params[i].detach().dequantize(torch.float32)
+                    params[i].get_high_precision_init_val().clone()
                     if isinstance(params[i], QuantizedTensor)
                     else params[i].detach().float()
                 )
@@ -339,20 +339,20 @@ def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
         elif action == "copy":
             model, optimizer = copy.deepcopy((model, optimizer))
         elif action == "reset":
+            written = [getattr(p, "_high_precision_init_val", None) for p in params[:2]]
+            pairs = zip(params, written, strict=False)
+            values[:2] = [value_of(p) if value is None else value for p, value in pairs]
             optimizer.reset_master_weights(params[:2])
-            values[:2] = [value_of(param) for param in params[:2]]
     for param, value in zip(model.parameters(), values, strict=True):
         if param in optimizer.state:
             assert_identical(optimizer.state[param]["master_param"], value)
 
 
-def test_a_reset_before_the_first_step_frees_the_value_before_quantization(device: str) -> None:
+def test_a_reset_frees_the_value_before_quantization(device: str) -> None:
     weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
     optimizer = MasterWeightOptimizer([weight], AdamW)
     assert hasattr(weight, "get_high_precision_init_val")
     optimizer.reset_master_weights()
-    with torch.no_grad():
-        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
     assert not hasattr(weight, "get_high_precision_init_val")
 
 
@@ -429,7 +429,7 @@ def test_options_that_the_inner_optimizer_changes(device: str) -> None:
 
 def test_hooks_may_replace_what_is_loaded() -> None:
     params = make_params(RECIPES["nvfp4"], "cpu")
-    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=1.0)
     take_steps(optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"] |= {"first": 1, "second": 2}  # of no parameter
@@ -552,10 +552,11 @@ def test_values_loaded_later_replace_masters_in_checkpoints(device: str) -> None
         optimizer.state[param]["master_param"].clone(),
         copy.deepcopy(param.detach()),
     )
+    value = random(tuple(param.shape), 5, device)
     with torch.no_grad():
-        param.copy_(random(tuple(param.shape), 5, device))
+        param.copy_(value)
     saved = optimizer.state_dict()["state"][0]["master_param"]
-    assert_identical(saved, param.detach().dequantize(torch.float32))
+    assert_identical(saved, value)
     # Saving only reads: put back, the parameter has its master again.
     with torch.no_grad():
         param.copy_(bytes_before)

@@ -331,10 +331,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "exp_avg_sq_dtype must be float32 with amsgrad", "got torch.bfloat16")),
     "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
         "float16", "got torch.bfloat16")),
-    "remainders beside FP16 masters": (
-        new(master_weight_dtype=torch.float16, store_param_remainders=True), V,
-        ("master_weight_dtype must be torch.float32 with store_param_remainders",),
-    ),
     "group: differentiable": (
         call(lambda s: s.optimizer.add_param_group(
             {"params": [("late", s.late)], "differentiable": True})), N,

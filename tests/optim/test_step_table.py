@@ -419,14 +419,15 @@ def write_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
     with torch.no_grad():
         for param, value in zip(run.params, values, strict=True):
             WRITES[how](param, value)
-    oracle.overwrite(values)
+    # What was quantized elsewhere has no other value.
+    oracle.overwrite(values, how not in ("copy_ of the same format", "data =", "swap_tensors"))
 
 
 MOVES |= {how: functools.partial(write_by, how=how) for how in WRITES}
 
 
-def left_alone(run: Run, oracle: Oracle) -> None:
-    """Parameters have their values, but were written or moved: only whole masters go on."""
+def moved(run: Run, oracle: Oracle) -> None:
+    """Parameters have their values, but in other memory: only whole masters go on."""
     if STATES[run.case.states][2] == "int8":
         for cell in oracle.cells[:2]:
             cell.restart()
@@ -444,7 +445,8 @@ def move_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
     with torch.no_grad():
         for param in run.params:
             MEMORY[how](param)
-    left_alone(run, oracle)
+    if how != "same bytes again":
+        moved(run, oracle)
 
 
 MOVES |= {how: functools.partial(move_by, how=how) for how in MEMORY}
@@ -458,7 +460,6 @@ def averages_swapped_in_and_out(run: Run, oracle: Oracle, seed: int) -> None:
         for param, value, own in zip(run.params, values_of(run, oracle), kept, strict=True):
             param.copy_(value)
             param.copy_(own)
-    left_alone(run, oracle)
 
 
 @move
@@ -623,7 +624,7 @@ def older_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
         each.overwrite(values)
     for cell in oracle.cells:
         # Transformer Engine's layout has remainders alone, which complete any parameter.
-        if cell.master != "remainder" or "adam_w_mode" not in run.case.options:
+        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
             cell.restart()
     run.optimizer.load_state_dict(saved)
 
