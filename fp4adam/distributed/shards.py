@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -90,32 +91,29 @@ def check_shards(model: nn.Module) -> None:
             continue
         shard = param._local_tensor
         settle_shard(shard, infos)
-        tensors = shard._shared.tensors
+        layout, tensors = shard.quantizer.layout, shard._shared.tensors
         grids = [
             getattr(tensors, name).float()
-            for name, rows in shard.quantizer.layout.rows_per_entry.items()
-            if rows == shard.quantizer.layout.block and name.endswith("_scale_inv")
+            for name, rows in layout.rows_per_entry.items()
+            if rows == layout.block and name.endswith("_scale_inv")
         ]
-        problem = "others on another rank"
+        amax = tensors.amax
         differs = torch.zeros(1, device=infos[0].device)
-        for info in infos:
-            found = []
-            for sign in (1, -1):
-                amax = tensors.amax
-                if amax is not None:
-                    # A rank without rows does not count: nothing reads its scales.
-                    amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
-                signed = [grid * sign for grid in grids]
-                exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
-                exchange = AmaxExchange(info.group, info.device, [(info, exchanged)])
-                found.append(exchange.largest() * sign)
-            if not torch.equal(*found):
-                problem = f"up to {found[0].max().item()} and down to {found[1].min().item()}"
+        for info, sign in product(infos, (1, -1)):
+            if amax is not None:
+                # A rank without rows does not count: nothing reads its scales.
+                amax = tensors.amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
+            signed = [grid * sign for grid in grids]
+            exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
+            found = AmaxExchange(info.group, info.device, [(info, exchanged)]).largest() * sign
+            if sign == 1:
+                largest = found
+            elif not torch.equal(largest, found):
                 differs.fill_(1)
         for group in groups_of(infos):
             dist.all_reduce(differs, dist.ReduceOp.MAX, group)
         if differs:
             raise RuntimeError(
-                f"shards of parameter {name!r} must have the same scales on all ranks, got "
-                f"{problem}; write to sharded weights on every rank, as load_state_dict does"
+                f"shards of parameter {name!r} must have the same scales on all ranks, got others "
+                "on another rank; write to sharded weights on every rank, as load_state_dict does"
             )
