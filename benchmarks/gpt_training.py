@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp4adam import Recipe, kept_weights, quantize_model
+from fp4adam import Recipe, quantize_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -28,17 +28,15 @@ Batch = tuple[Tensor, Tensor]
 class Contestant(NamedTuple):
     """An optimizer of a GPT in ``dtype``, its linear weights quantized where there is a recipe.
 
-    FP32 weights are multiplied in BF16, by autocast. ``keeps_weights`` is for ``kept_weights()``
-    around the batches of a step, ``releases`` for gradient release. ``engine`` is the format of
-    Transformer Engine's linear layers, if the blocks have these, ``torchao`` that of torchao's
-    recipe for float8 training.
+    FP32 weights are multiplied in BF16, by autocast. ``releases`` is for gradient release.
+    ``engine`` is the format of Transformer Engine's linear layers, if the blocks have these,
+    ``torchao`` torchao's recipe for float8 training.
     """
 
     name: str
     optimizer: Callable[..., Optimizer]
     recipe: str | Recipe | None = None
     dtype: torch.dtype = torch.bfloat16
-    keeps_weights: bool = False
     engine: str | None = None
     releases: bool = False
     torchao: str | None = None
@@ -109,12 +107,11 @@ class Training:
     def accumulate(self, *batches: Batch) -> Tensor:
         """Gradients of the mean loss over batches, and that loss."""
         losses = []
-        with kept_weights() if self.contestant.keeps_weights else contextlib.nullcontext():
-            for inputs, targets in batches:
-                loss = self.loss(inputs, targets) / len(batches)
-                with self._keeping(len(losses) + 1 < len(batches)):
-                    loss.backward()
-                losses.append(loss.detach())
+        for inputs, targets in batches:
+            loss = self.loss(inputs, targets) / len(batches)
+            with self._keeping(len(losses) + 1 < len(batches)):
+                loss.backward()
+            losses.append(loss.detach())
         return sum(losses)
 
     def _keeping(self, more: bool) -> contextlib.AbstractContextManager:

@@ -3,7 +3,7 @@
     python benchmarks/matmul.py [--device cuda] [--tokens 4096,16384] [--json matmul.json]
 
 "layer" rows: one forward and backward pass of [tokens, in] by [out, in], BF16, weight-only in every
-format (dequantized for each matmul, or kept), and with quantized activations and gradients where
+format (dequantized for each matmul), and with quantized activations and gradients where
 the GPU has such matmuls; `error` then compares these with the emulation, as the largest difference
 over the largest value of y, dx and dW. "kernel" rows: dequantizing and quantizing, their bytes, and
 these over the time as a share of what a copy reaches, one of as many bytes and one of 8 GB;
@@ -28,7 +28,7 @@ from step import Clock, copy_rate, reason
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4adam import Recipe, kept_weights
+from fp4adam import Recipe
 from fp4adam.nn import operand, scaled_matmul
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -122,12 +122,6 @@ def layer(bench: Bench, weight: Tensor, tokens: int) -> dict[str, Any]:
     return row
 
 
-def kept_layer(bench: Bench, weight: Tensor, tokens: int) -> dict[str, Any]:
-    """The same with what is made of the weight kept."""
-    with kept_weights():
-        return layer(bench, weight, tokens)
-
-
 def native_layer(bench: Bench, weight: QuantizedTensor, tokens: int) -> dict[str, Any]:
     """The same with quantized activations and gradients, and how far it is from the emulation."""
     row = layer(bench, weight, tokens)
@@ -157,9 +151,8 @@ def layer_rows(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any
             value = torch.randn(shape, dtype=torch.bfloat16, device=bench.device) / shape[1] ** 0.5
             weights: list[tuple[str, Callable, Tensor]] = [("BF16", layer, Parameter(value))]
             for name in FORMATS:
-                for how, measure in (("dequantized", layer), ("kept", kept_layer)):
-                    weight = Parameter(Recipe(name).quantizer.quantize(value))
-                    weights.append((f"{name}, {how}", measure, weight))
+                weight = Parameter(Recipe(name).quantizer.quantize(value))
+                weights.append((f"{name}, dequantized", layer, weight))
                 recipe = Recipe(name, activations=True, gradients=True)
                 weight = Parameter(recipe.quantizer.quantize(value))
                 weights.append((f"{name}, native", native_layer, weight))

@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # Operands of linear layers: weights dequantized for each matmul, or once for all batches of a step;
 # or quantized weights, activations and gradients.
-MATMULS = ("dequantized", "kept", "quantized")
+MATMULS = ("dequantized", "quantized")
 # What may differ between the run that wrote a checkpoint and the one that resumes it.
 FREE_ON_RESUME = {"resume", "device", "out", "steps", "eval_every", "checkpoint_every", "sample"}
 
@@ -143,9 +143,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--matmul",
         choices=MATMULS,
         default="dequantized",
-        help="of quantized weights: dequantized for each matmul; kept dequantized for all batches "
-        "of a step; or multiplied as they are, by quantized activations and gradients "
-        "(default: dequantized)",
+        help="of quantized weights: dequantized for each matmul, or multiplied as they are, by "
+        "quantized activations and gradients (default: dequantized)",
     )
     what(
         "--optimizer",
@@ -309,16 +308,6 @@ def check_args(
         parser.error(
             f"--matmul {args.matmul} needs quantized weights, got --format "
             f"{','.join(args.format)}; leave --matmul out"
-        )
-    if args.matmul == "kept" and args.compile:
-        parser.error(
-            "--matmul kept needs blocks that are not compiled, got --compile: compiled graphs keep "
-            "nothing; leave one of them out"
-        )
-    if args.matmul == "kept" and world_size() > 1:
-        parser.error(
-            f"--matmul kept needs one process, got {world_size()}: weights that are gathered anew "
-            "are not kept; leave it out"
         )
     if args.out and Path(args.out).exists() and not is_empty_folder(Path(args.out)):
         parser.error(f"--out must be new or empty, got {args.out}; choose another, or leave it out")

@@ -198,11 +198,10 @@ def train_step(
         compute: Computes the loss of a batch, as ``compute_loss`` does.
     """
     total = torch.zeros((), device=args.device)
-    with fp4adam.kept_weights() if args.matmul == "kept" else contextlib.nullcontext():
-        for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
-            loss = compute(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
-            loss.backward()
-            total += loss.detach()
+    for index in range(run.step * args.accumulate, (run.step + 1) * args.accumulate):
+        loss = compute(run, args, text, args.seed * 1_000_003 + index) / args.accumulate
+        loss.backward()
+        total += loss.detach()
     if args.clip and run.optimizer_name == "fp4adam":
         run.optimizer.clip_grad_norm_(args.clip)  # as the next, without writing the gradients
     elif args.clip:

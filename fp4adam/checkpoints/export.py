@@ -200,15 +200,15 @@ def _misreadings(trained: Trained) -> Iterator[str]:
     """What readers are known to misread without an error, each as the text of a warning."""
     encoding, is_theirs = trained.encoding, hasattr(trained.model, "from_pretrained")
     groups: dict[str, dict[str, float]] = defaultdict(dict)
-    partial, cut = [], []
+    partial = []
     layers = [name.removesuffix(".weight") for name in trained.quantized]
     for layer, (name, weight) in zip(layers, trained.quantized.items(), strict=True):
         shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
-        cut += [layer] * bool(shape[-2] % encoding.block[0] and layer in parts[:-1])
         if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
             groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
-        sides = zip(shape[-2:], encoding.block, strict=True)
-        partial += [layer] * any(n > block and n % block for n, block in sides)
+        (rows, cols), (block_rows, block_cols) = shape[-2:], encoding.block
+        is_cut = rows % block_rows and (rows > block_rows or layer in parts[:-1])
+        partial += [layer] * bool(is_cut or (cols > block_cols and cols % block_cols))
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
         yield (
@@ -219,15 +219,10 @@ def _misreadings(trained: Trained) -> Iterator[str]:
         )
     if partial:
         yield (
-            f"sides of Float8Block weights should be multiples of {max(encoding.block)}, or "
-            f"less, got others in {len(partial)} layers such as {partial[0]!r}: transformers reads "
-            "these wrongly where it decodes them, without a GPU; pad them, or serve with an engine"
-        )
-    if cut:
-        yield (
-            f"rows of q, k, gate should be multiples of {encoding.block[0]} for vLLM, got others "
-            f"in {len(cut)} layers such as {cut[0]!r}: it fuses them with what follows, and (0.32) "
-            "decodes that by the wrong scales without a word; serve with another engine"
+            f"sides of Float8Block weights should be multiples of {max(encoding.block)}, got "
+            f"others in {len(partial)} layers such as {partial[0]!r}: transformers reads these "
+            "wrongly where it decodes them, without a GPU, and so does vLLM (0.32) where it fuses "
+            "q, k and v or gate and up; pad them, or serve with another engine"
         )
     if is_theirs and trained.layout.name == "modelopt" and encoding.bits == 8:
         yield (

@@ -5,7 +5,6 @@ them, one weight per expert. What its conversion does to a model is found by con
 place of weights: they show under which names, and which of its rows, each parameter is stored.
 """
 
-import copy
 import math
 import re
 import sys
@@ -86,21 +85,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = getattr(model.module, "_orig_mod", model.module)
     return model
-
-
-def in_high_precision(model: nn.Module) -> nn.Module | None:
-    """What ``from_pretrained`` would build from the configuration of a model of transformers.
-
-    It is on the meta device, and not quantized. None for other models.
-    """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "_from_config"):
-        return None
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        return type(model)._from_config(config, dtype=getattr(config, "dtype", None))
 
 
 def plain_name(name: str) -> str:

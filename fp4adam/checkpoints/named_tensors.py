@@ -131,12 +131,10 @@ class NamedTensors:
 
     def _only(self, name: str, what: str, read: Callable[[str], Any]) -> Any:
         """What all tensors that make up one have."""
-        first, *others = self._parts[name]
-        value = read(first)
-        for other in others:
-            if read(other) != value:
-                raise ValueError(
-                    f"tensors of experts must have one {what} to be stacked, got {value} for "
-                    f"{first!r} and {read(other)} for {other!r}; the checkpoint is damaged"
-                )
-        return value
+        first, *others = (read(part) for part in self._parts[name])
+        if different := [other for other in others if other != first]:
+            raise ValueError(
+                f"tensors of experts must have one {what} to be stacked, got {first} and "
+                f"{different[0]} in {name!r}; the checkpoint is damaged"
+            )
+        return first

@@ -1,13 +1,14 @@
 """Training of models that transformers has loaded from quantized checkpoints."""
 
+import copy
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from fp4adam.checkpoints.folder import CONFIG
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint
-from fp4adam.checkpoints.model_state import in_high_precision
 from fp4adam.checkpoints.trained import check_no_adapters
 from fp4adam.nn.candidates import check_module
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
@@ -61,13 +62,17 @@ def make_trainable(
             "load it without offloading, and spread it afterwards, say by fully_shard"
         )
     quantizer = None if recipe is None else resolve_recipe(recipe)
-    trainable = in_high_precision(model)
-    if trainable is None:
+    if not (hasattr(model, "config") and hasattr(model, "_from_config")):
         raise ValueError(
             f"model must be one of transformers to be built anew, got a {type(model).__name__}; "
             "import_checkpoint reads folders into any model"
         )
     folder = _folder_of(model) if folder is None else folder
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        trainable = type(model)._from_config(config, dtype=getattr(config, "dtype", None))
     import_checkpoint(trainable, folder, quantizer, device=devices.pop())
     if hasattr(model, "generation_config"):
         trainable.generation_config = model.generation_config

@@ -154,7 +154,7 @@ class WeightSender:
         device: torch.device | str | None = None,
     ) -> None:
         self._model, self._layout, self._device = model, find_layout(layout), device
-        self._sent: dict[tuple, Tensor] = {}  # bytes by name, dtype and shape
+        self._sent: dict[str, tuple[tuple, Tensor]] = {}  # name, dtype and shape; bytes
         self._structure: tuple | None = None
         self._id: int | None = None  # of the last update; None: the next one has to be full
         Trained.of(model, self._layout)
@@ -188,9 +188,9 @@ class WeightSender:
         """The changed units of a tensor, whose bytes are kept; None if it is as it was sent."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         key = name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        sent = self._sent.get(key)
-        if sent is None:
-            self._sent[key] = raw.to(self._device or raw.device, copy=True)
+        known, sent = self._sent.get(name, (None, raw))
+        if known != key:
+            self._sent[name] = key, raw.to(self._device or raw.device, copy=True)
             return Change(*key, None, raw.clone())
         unit = math.gcd(raw.numel(), _UNIT)
         units = raw.view(raw.numel() // unit, unit)

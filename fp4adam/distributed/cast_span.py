@@ -43,7 +43,7 @@ class CastSpan:
         per_byte, (_, start, stop) = 8 // self.layout.code_bits, self.span
         return -(-stop // per_byte) - start // per_byte if stop > start else 0
 
-    def targets(self, out: Out) -> dict[str, encoding.Target]:
+    def targets(self, out: Out) -> dict[str, encoding.FlatCodes]:
         """By direction, the flat memory to write codes to, and the code byte that it starts at."""
         tensors, first_byte = self.weight._shared.tensors, self.span.start * self.layout.code_bits
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))

@@ -7,6 +7,7 @@ That costs at most an eighth of a byte per element, of the 27 that a step moves,
 need to know only one layout.
 """
 
+import dataclasses
 import math
 import weakref
 from collections import defaultdict
@@ -31,12 +32,7 @@ ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 
 
 class Whole(NamedTuple):
-    """The tensor that a source is one rank's rows of.
-
-    Attributes:
-        shape: Its shape.
-        chunk: Size of each shard along the first dimension; the last shards may be smaller.
-    """
+    """The shape of the tensor that a source is one rank's rows of, and the size of each shard."""
 
     shape: tuple[int, ...]
     chunk: int
@@ -87,7 +83,8 @@ class BorrowedTensor:
             shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
         self._given_fields = fields.get("scale"), fields.get("amax")
         if quantizer.layout.tensor_scale == "delayed":
-            self.given = self._number(fields, "scale"), self._number(fields, "amax")
+            scale, amax = (self._field(fields, n, torch.float32, (1,)) for n in ("scale", "amax"))
+            self.given = scale, amax
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
         with torch.no_grad():
             for target, own in self.copies:
@@ -124,38 +121,27 @@ class BorrowedTensor:
                 f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
                 f"got {', '.join(sorted(unknown))}; correct its adapter"
             )
-        storage = {}
+        storage: dict[str, Tensor] = {}
         for name, (size, dtype) in quantizer.layout.shapes(self._rows, self._cols).items():
-            if name.endswith("_data"):
-                field = self._field(fields, name, dtype)
-                self._check(name, field, field.is_contiguous(), "contiguous")
-                self._check_numel(name, field, size)
-                storage[name] = field.view(size)
+            own = torch.zeros(size, dtype=dtype, device=self.source.device)
+            is_scale = name.endswith("_scale_inv")
+            if name.endswith(("_data", "_gemm_scale_inv")):
+                # Swizzled scales have the plain names in the source; the kernels write both.
+                storage[name] = self._field(fields, name.replace("_gemm", ""), dtype, size)
             elif name == "amax":
                 storage[name] = self._amax(quantizer, fields)
-            elif name == "amax_history":
-                storage[name] = torch.zeros(size, dtype=dtype, device=self.source.device)
-            elif name.endswith("_gemm_scale_inv"):
-                # In the order of GEMMs in the source; the kernels write both orders.
-                theirs = name.replace("_gemm", "")
-                field = self._field(fields, theirs, dtype)
-                self._check(theirs, field, field.is_contiguous(), "contiguous")
-                self._check_numel(theirs, field, size)
-                storage[name] = field.view(size)
-            elif name.endswith("_scale_inv") and quantizer.optimize_for_gemm:
-                storage[name] = torch.zeros(size, dtype=dtype, device=self.source.device)
+            elif name == "amax_history" or is_scale and quantizer.optimize_for_gemm:
+                storage[name] = own
             elif name == "block_scale_inv":
-                grid = torch.zeros(size, dtype=dtype, device=self.source.device)
-                storage[name] = grid
-                self._copy_grid(quantizer, fields, grid)
+                storage[name] = own
+                self._copy_grid(quantizer, fields, own)
             else:
-                storage[name] = self._scale(quantizer, fields, name, size, dtype)
+                storage[name] = self._scale(quantizer, fields, name, own)
         if quantizer.layout.shares_codes and quantizer.columnwise:
-            own = storage["rowwise_data"]
-            field = self._field(fields, "columnwise_data", own.dtype)
-            self._check_numel("columnwise_data", field, tuple(own.shape))
-            if field.data_ptr() != own.data_ptr():
-                self.mirrors.append((field.view(own.shape), own))
+            codes = storage["rowwise_data"]
+            field = self._field(fields, "columnwise_data", codes.dtype, tuple(codes.shape))
+            if field.data_ptr() != codes.data_ptr():
+                self.mirrors.append((field, codes))
         return Storage(**storage)
 
     def _amax(self, quantizer: Quantizer, fields: dict[str, Tensor]) -> Tensor:
@@ -166,12 +152,12 @@ class BorrowedTensor:
                 f"amax_columnwise or per_tensor_scale, got {', '.join(sorted(fields))}; correct "
                 "its adapter"
             )
-        amaxes = [self._number(fields, name) for name in names]
+        amaxes = [self._field(fields, name, torch.float32, (1,)) for name in names]
         shared = amaxes[0] if amaxes and _is_aligned(amaxes[0]) else None
         amax = torch.zeros(1, device=self.source.device) if shared is None else shared
         self.copies += [(other, amax) for other in amaxes if other is not amax]
         if "per_tensor_scale" in fields:
-            self.per_tensor_scale = self._number(fields, "per_tensor_scale")
+            self.per_tensor_scale = self._field(fields, "per_tensor_scale", torch.float32, (1,))
             if not amaxes:
                 amax.copy_(_amax_of(quantizer, self.per_tensor_scale))
         return amax
@@ -191,31 +177,31 @@ class BorrowedTensor:
             self.copies.append((target, blocks[:, None, :, None]))
 
     def _scale(
-        self,
-        quantizer: Quantizer,
-        fields: dict[str, Tensor],
-        name: str,
-        size: tuple[int, int],
-        dtype: torch.dtype,
+        self, quantizer: Quantizer, fields: dict[str, Tensor], name: str, own: Tensor
     ) -> Tensor:
-        """The scales of one direction: the field itself if it fits, else new memory and a copy."""
-        field = self._field(fields, name, dtype)
+        """The scales of one direction: the field itself if it fits, else ``own`` and a copy."""
+        field = self._field(fields, name, own.dtype)
         if field.dim() == 2:
             rows, cols = quantizer.layout.inner[name].extent(self._rows, self._cols)
             self._check_extent(name, field, rows, cols)
-            if field.is_contiguous() and field.shape[1] == size[1] and _is_aligned(field):
+            if field.is_contiguous() and field.shape[1] == own.shape[1] and _is_aligned(field):
                 return field
+            self.copies.append((field[:rows, :cols], own[:rows, :cols]))
         else:
-            self._check(name, field, field.dim() <= 5, "of at most five dimensions")
-            self._check_numel(name, field, size)
-        scale = torch.zeros(size, dtype=dtype, device=self.source.device)
-        if field.dim() == 2:
-            self.copies.append((field[:rows, :cols], scale[:rows, :cols]))
-        else:
-            self.copies.append((field, scale.view(field.shape)))
-        return scale
+            fits = field.dim() <= 5 and field.numel() == own.numel()
+            rule = f"of at most five dimensions and as large as {tuple(own.shape)}"
+            self._check(name, field, fits, rule)
+            self.copies.append((field, own.view(field.shape)))
+        return own
 
-    def _field(self, fields: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    def _field(
+        self,
+        fields: dict[str, Tensor],
+        name: str,
+        dtype: torch.dtype,
+        size: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """A field of the adapter, checked; with a ``size`` contiguous and in that shape."""
         field = fields.get(name)
         kind = field.dtype if isinstance(field, Tensor) else type(field).__name__
         fits = isinstance(field, Tensor) and (field.dtype == dtype or dtype.itemsize == 1)
@@ -225,12 +211,12 @@ class BorrowedTensor:
                 f"{name} of {class_name(type(self.source))} must be {dtype} on "
                 f"{self.source.device}, got {kind}{where}; correct its adapter"
             )
-        return field.detach().view(dtype)
-
-    def _number(self, fields: dict[str, Tensor], name: str) -> Tensor:
-        field = self._field(fields, name, torch.float32)
-        self._check_numel(name, field, (1,))
-        return field.view(1)
+        field = field.detach().view(dtype)
+        if size is None:
+            return field
+        fits = field.is_contiguous() and field.numel() == math.prod(size)
+        self._check(name, field, fits, f"contiguous and as large as {size}")
+        return field.view(size)
 
     def _check(self, name: str, field: Tensor, condition: bool, rule: str) -> None:
         if not condition:
@@ -239,10 +225,6 @@ class BorrowedTensor:
                 f"{tuple(field.shape)} with strides {field.stride()}; make the tensor contiguous, "
                 "or correct its adapter"
             )
-
-    def _check_numel(self, name: str, field: Tensor, size: tuple[int, ...]) -> None:
-        numel = torch.Size(size).numel()
-        self._check(name, field, field.numel() == numel, f"as large as {size}")
 
     def _check_extent(self, name: str, field: Tensor, rows: int, cols: int) -> None:
         fits = field.shape[0] >= rows and field.shape[1] >= cols
@@ -258,7 +240,7 @@ class BorrowedTensor:
         if self.given is not None or shared.rows_share_scales:
             slack = int(self.per_tensor_scale is not None)
             return has_codes_of(self.tensor, value.to(self.source.device), slack)
-        quantizer = self.tensor.quantizer.with_compact_scales()
+        quantizer = dataclasses.replace(self.tensor.quantizer, optimize_for_gemm=False)
         wanted = quantizer.quantize(value)._shared.tensors.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
@@ -391,7 +373,7 @@ class ScaleWriteback:
         for one in borrowed:
             if one.given is not None:
                 given[one.tensor.device].append(one)
-        self._given = [_GivenScales(members) for members in given.values()]
+        self._given = [_ExternalScales(members) for members in given.values()]
 
     def read(self) -> None:
         """Read the scales that sources give for the next write."""
@@ -430,7 +412,7 @@ class _Scatter:
         self._write(self._targets, self._entries)
 
 
-class _GivenScales:
+class _ExternalScales:
     """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
 
     The histories have two entries. Before a write, the first becomes an amax with the given scale.

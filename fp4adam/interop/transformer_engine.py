@@ -25,9 +25,6 @@ class TransformerEngineAdapter(TensorAdapter):
 
     A tensor with a dtype or with memory that they do not know is refused: its bytes would be read
     as something else.
-
-    Attributes:
-        dtypes: By attribute, the name of the only dtype of codes or scales that is known.
     """
 
     attributes = (
@@ -36,6 +33,7 @@ class TransformerEngineAdapter(TensorAdapter):
         "_columnwise_data",
         "_columnwise_scale_inv",
     )
+    # By attribute, the name of the only dtype of codes or scales that is known.
     dtypes: ClassVar[dict[str, str]] = {"_fp8_dtype": "kFloat8E4M3"}
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
@@ -123,14 +121,14 @@ class MXFP8Adapter(TransformerEngineAdapter):
     """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks, or 32x32 blocks with equal codes twice."""
 
     def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        usages, square = self._usages(tensor), False
-        if getattr(getattr(tensor, "_quantizer", None), "with_2d_quantization", False):
-            square = True
-            if not usages["rowwise"]:
-                raise ValueError(
-                    f"rowwise codes of a {type(tensor).__name__} must be stored to be stepped with "
-                    "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
-                )
+        usages = self._usages(tensor)
+        quantizer = getattr(tensor, "_quantizer", None)
+        square = getattr(quantizer, "with_2d_quantization", False)
+        if square and not usages["rowwise"]:
+            raise ValueError(
+                f"rowwise codes of a {type(tensor).__name__} must be stored to be stepped with "
+                "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
+            )
         return MXFP8Quantizer(
             **usages, two_dimensional=square, optimize_for_gemm=_is_swizzled(tensor)
         )

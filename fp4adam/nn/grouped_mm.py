@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam.nn.fake_quantize import fake_quantize
-from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import has_quantized_operands
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
@@ -30,7 +29,7 @@ class _GroupedProduct(torch.autograd.Function):
         saved = x if stack_needs_grad else None, stack if x_needs_grad else None
         ctx.save_for_backward(*saved, offsets)
         ctx.dtype, ctx.transposed = stack.dtype, transposed
-        dense = dequantized(stack, x.dtype, None)
+        dense = stack._read(x.dtype)
         return F.grouped_mm(x, dense.transpose(1, 2) if transposed else dense, offs=offsets)
 
     @staticmethod
@@ -39,8 +38,8 @@ class _GroupedProduct(torch.autograd.Function):
         grad_x = grad_stack = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            dense = Dequantize.apply if torch.is_grad_enabled() else dequantized
-            dense = dense(stack, grad.dtype, grad)
+            read = Dequantize.apply if torch.is_grad_enabled() else QuantizedTensor._read
+            dense = read(stack, grad.dtype, grad)
             dense = dense if ctx.transposed else dense.transpose(1, 2)
             grad_x = F.grouped_mm(grad, dense, offs=offsets)
         if ctx.needs_input_grad[1]:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4adam.nn.fake_quantize import fake_quantize
-from fp4adam.nn.kept_weights import keep
 from fp4adam.nn.operand import (
     Operand,
     check_weight,
@@ -21,16 +20,11 @@ from fp4adam.nn.scaled_matmul import matmul, runs_natively, without_padding
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
-def dequantized(weight: QuantizedTensor, dtype: torch.dtype, after: Tensor | None) -> Tensor:
-    """The weight in ``dtype``, read-only; ``after`` as in ``Quantizer.read``."""
-    return keep(weight, dtype, lambda: weight._read(dtype, after))
-
-
 class _QuantizedLinear(torch.autograd.Function):
     """y = x W^T + b with W dequantized to the dtype of x, once forward and once backward.
 
     Only the quantized weight is kept for the backward pass: the dequantized one lives as long as
-    the matmul that reads it, or as ``kept_weights`` keeps it.
+    the matmul that reads it.
     """
 
     # One function, because autograd inspects the signature at every call of two.
@@ -39,7 +33,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
         ctx.weight_dtype = weight.dtype
-        return F.linear(x, dequantized(weight, x.dtype, None), bias)
+        return F.linear(x, weight._read(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -48,8 +42,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # Without a dependence on grad, torch.compile would take the dequantized weight of the
             # forward pass and keep it until here.
-            dense = Dequantize.apply if torch.is_grad_enabled() else dequantized
-            grad_x = grad @ dense(weight, grad.dtype, grad)
+            read = Dequantize.apply if torch.is_grad_enabled() else QuantizedTensor._read
+            grad_x = grad @ read(weight, grad.dtype, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
@@ -80,7 +74,7 @@ class _ScaledLinear(torch.autograd.Function):
             y = without_padding(y, quantizer, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:
-            y = F.linear(x, dequantized(weight, x.dtype, None), bias)
+            y = F.linear(x, weight._read(x.dtype), bias)
         saved = x if weight_needs_grad else None, None, None
         if ctx.weight_of_codes:
             saved = columns.codes, columns.scales, columns.amax
@@ -103,7 +97,7 @@ class _ScaledLinear(torch.autograd.Function):
             grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype, ctx.native)
             grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
         elif ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantized(weight, grad.dtype, grad)
+            grad_x = grad @ weight._read(grad.dtype, grad)
         if ctx.weight_of_codes:
             of_x = Operand(x, scales, amax)
             grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype, ctx.native)

@@ -16,7 +16,6 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.nn.kept_weights import keep
 from fp4adam.tensors import backend, minifloat, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -451,5 +450,4 @@ def padded_tokens(quantizer: Quantizer, n: int) -> int:
 
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
     """A weight as an operand: "rowwise" [N, K] or "columnwise" [K, N]."""
-    form = FORMATS[type(weight.quantizer)]
-    return keep(weight, usage, lambda: form.of_weight(weight, usage))
+    return FORMATS[type(weight.quantizer)].of_weight(weight, usage)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam.distributed.shards import parallel_infos, settle_shard
-from fp4adam.nn.linear import dequantized
 from fp4adam.nn.operand import (
     check_weight,
     has_quantized_operands,
@@ -65,7 +64,7 @@ class TransposedWeight(torch.Tensor):
                 if func is aten.mm.default:
                     return y
                 return torch.add(y, args[0], alpha=kwargs.get("beta", 1))
-            dense = dequantized(other.weight, x.dtype, None)
+            dense = other.weight._read(x.dtype)
             return func(*args[:-1], dense.t(), **kwargs)
         args, kwargs = pytree.tree_map_only(cls, lambda t: t.weight._read().t(), (args, kwargs))
         return func(*args, **kwargs)
@@ -103,7 +102,7 @@ def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(x, QuantizedTensor) and isinstance(weight, QuantizedTensor):
         if weight._shared.global_spec is not None and weight.quantizer.operands.gradients:
             return _product_of_codes(x, weight, "columnwise")
-        return func(x, dequantized(weight, x.dtype, x))
+        return func(x, weight._read(x.dtype, x))
     return func(*(t._read() if isinstance(t, QuantizedTensor) else t for t in (x, weight)))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
 # Flat memory for codes, and the index of the byte of a matrix that it starts at.
-Target = tuple[Tensor, int]
+FlatCodes = tuple[Tensor, int]
 
 
 def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
@@ -44,8 +44,8 @@ def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
 def read(quantizer: "Quantizer", tensors: Storage, dtype: torch.dtype) -> Tensor:
     """Decode to a matrix of ``dtype``."""
     layout, shape = quantizer.layout, quantizer.decoded_shape(tensors)
-    usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
-    values = CODE_TYPES[layout.code_type].decode(getattr(tensors, f"{usage}_data"))
+    usage = tensors.usage
+    values = CODE_TYPES[layout.code_type].decode(tensors.codes)
     values = values.t() if getattr(layout, usage).codes.transposed else values
     if layout.scale_type is None:
         values = values * quantizer.decode(None, tensors.amax)
@@ -107,7 +107,7 @@ def write_codes(
     span: Span,
     dtype: torch.dtype,
     factors: dict[str, Tensor],
-    targets: dict[str, Target],
+    targets: dict[str, FlatCodes],
 ) -> None:
     """Write the codes of a span, in the directions of ``targets``.
 
@@ -172,7 +172,7 @@ def grid_shape(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int
 
 def stored_scales(layout: Layout, tensors: Storage, usage: str, shape: tuple[int, int]) -> Tensor:
     """A view of the stored scales of a direction, [block rows, block columns]."""
-    name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
+    name = layout.scales_of(usage)
     stored = getattr(tensors, name)
     stored = stored.t() if layout.inner[name].transposed else stored
     rows, cols = grid_shape(layout.blocks[usage], shape)

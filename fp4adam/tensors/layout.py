@@ -145,6 +145,10 @@ class Layout:
                 inner[f"{usage}_gemm_scale_inv"] = Inner(*across, usage != "rowwise", (128, 4))
         return inner
 
+    def scales_of(self, usage: str) -> str:
+        """The name of the inner tensor with the scales of a direction."""
+        return "block_scale_inv" if self.is_square else f"{usage}_scale_inv"
+
     @functools.cached_property
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of blocks by the direction of their scales; rowwise if square."""

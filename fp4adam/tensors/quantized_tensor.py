@@ -304,8 +304,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def data_ptr(self) -> int:
         """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
-        data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
-        return data.data_ptr()
+        return self._shared.tensors.codes.data_ptr()
 
     # torch's implementations of these would use the wrapper's own memory, which does not exist.
     def is_shared(self) -> bool:

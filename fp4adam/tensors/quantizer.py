@@ -105,18 +105,6 @@ class Quantizer(QuantizerNames, Generic[T]):
         names -= {"rowwise", "columnwise", "optimize_for_gemm"}
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    def with_compact_scales(self) -> "Quantizer":
-        """The same quantizer without swizzled scales."""
-        return dataclasses.replace(self, optimize_for_gemm=False)
-
-    def check_matrix(self, rows: int, cols: int) -> str | None:
-        """The rule of the format that a [rows, cols] matrix violates, or None."""
-        multiple = self.layout.multiple
-        if rows % multiple or cols % multiple:
-            name = self.tensor_class.__name__.removesuffix("Tensor")
-            return f"rows and columns of {name} must be multiples of {multiple}"
-        return None
-
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if the format cannot hold a tensor of ``shape``."""
         name = self.tensor_class.__name__
@@ -125,10 +113,11 @@ class Quantizer(QuantizerNames, Generic[T]):
                 f"shape must have at least 2 dimensions for {name}, got {tuple(shape)}; "
                 "keep vectors such as biases and norms in high precision"
             )
-        rows, cols = flat_shape(shape)
-        if problem := self.check_matrix(rows, cols):
+        (rows, cols), multiple = flat_shape(shape), self.layout.multiple
+        if rows % multiple or cols % multiple:
             raise ValueError(
-                f"{problem}, got shape {tuple(shape)}, that is a matrix [{rows}, {cols}]; pad the "
+                f"rows and columns of {name.removesuffix('Tensor')} must be multiples of "
+                f"{multiple}, got shape {tuple(shape)}, that is a matrix [{rows}, {cols}]; pad the "
                 "weight to such a size or leave this layer in high precision (filter=...)"
             )
 
@@ -282,22 +271,18 @@ class Quantizer(QuantizerNames, Generic[T]):
         ``after`` is not read. It is a false dependency, which keeps torch.compile from decoding
         before ``after`` has been computed.
         """
-        usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
-        codes = getattr(tensors, f"{usage}_data")
-        if backend.runs_eagerly(codes):
+        if backend.runs_eagerly(tensors.codes):
             return self._read(tensors, dtype)
-        name = "block_scale_inv" if self.layout.is_square else f"{usage}_scale_inv"
-        given = codes, getattr(tensors, name), tensors.amax
-        return _dequantize(*given, self._key, usage, dtype, after)
+        scales = getattr(tensors, self.layout.scales_of(tensors.usage))
+        given = tensors.codes, scales, tensors.amax, self._key, tensors.usage
+        return _dequantize(*given, dtype, after)
 
     def _read(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
-        codes = tensors.rowwise_data
-        codes = tensors.columnwise_data if codes is None else codes
-        if not self.uses_kernels(codes.device):
+        if not self.uses_kernels(tensors.codes.device):
             return encoding.read(self, tensors, dtype)
         from fp4adam.kernels.dequantize import dequantize
 
-        out = codes.new_empty(self.decoded_shape(tensors), dtype=dtype)
+        out = tensors.codes.new_empty(self.decoded_shape(tensors), dtype=dtype)
         dequantize(out, tensors, self.layout)
         return out
 
@@ -311,8 +296,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
     def decoded_shape(self, tensors: Storage) -> tuple[int, int]:
         """Rows and columns of the matrix that ``tensors`` hold."""
-        usage = "rowwise" if tensors.rowwise_data is not None else "columnwise"
-        inner, shape = getattr(self.layout, usage).codes, getattr(tensors, f"{usage}_data").shape
+        inner, shape = getattr(self.layout, tensors.usage).codes, tensors.codes.shape
         rows, cols = reversed(shape) if inner.transposed else shape
         return rows * inner.rows, cols * inner.cols
 
@@ -370,8 +354,8 @@ def _dequantize(
 def _storage(
     codes: Tensor, scales: Tensor | None, amax: Tensor | None, key: str, usage: str
 ) -> Storage:
-    name = "block_scale_inv" if _BY_KEY[key].layout.is_square else f"{usage}_scale_inv"
-    return Storage(**{f"{usage}_data": codes, name: scales}, amax=amax)
+    inner = {f"{usage}_data": codes, _BY_KEY[key].layout.scales_of(usage): scales}
+    return Storage(**inner, amax=amax)
 
 
 @_dequantize.register_fake

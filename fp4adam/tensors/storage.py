@@ -81,6 +81,16 @@ class Storage:
             found[column] = inner.data_ptr()
         return found
 
+    @property
+    def usage(self) -> str:
+        """The direction whose codes are decoded: rowwise, if it is stored."""
+        return "columnwise" if self.rowwise_data is None else "rowwise"
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes of that direction."""
+        return self.columnwise_data if self.rowwise_data is None else self.rowwise_data
+
     @functools.cached_property
     def present(self) -> tuple[Tensor, ...]:
         """The inner tensors that are not None."""

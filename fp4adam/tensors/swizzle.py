@@ -51,10 +51,9 @@ def swizzle_scales(scales: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: If a tensor is not as above.
     """
-    pairs = []
     for i, scale in enumerate(scales):
-        _check("scales", i, scale, scales[0].device)
-        pairs.append(ScalePair(scale, _room_for(scale)))
+        _check(f"scales[{i}]", scale, scales[0].device)
+    pairs = [ScalePair(scale, _empty_swizzled(scale)) for scale in scales]
     write_scales(pairs)
     return [pair.swizzled for pair in pairs]
 
@@ -65,15 +64,11 @@ def unswizzle_scales(
     """Undo :func:`swizzle_scales`, in one launch for all matrices.
 
     Args:
-        swizzled: Contiguous matrices [rows padded to 128, blocks padded to 4] of a one-byte dtype,
-            on one device.
+        swizzled: Its results.
         shapes: [rows, blocks per row] of each result; None keeps the padding.
 
-    Returns:
-        For each a new matrix of its dtype.
-
     Raises:
-        ValueError: If a tensor is not as above, or a shape does not fit it.
+        ValueError: If a tensor is no such result, or a shape does not fit it.
     """
     shapes = [tuple(s.shape) for s in swizzled] if shapes is None else shapes
     if len(shapes) != len(swizzled):
@@ -83,7 +78,7 @@ def unswizzle_scales(
         )
     pairs = []
     for i, (tensor, (rows, blocks)) in enumerate(zip(swizzled, shapes, strict=True)):
-        _check("swizzled", i, tensor, swizzled[0].device)
+        _check(f"swizzled[{i}]", tensor, swizzled[0].device)
         needed = (round_up(rows, 128), round_up(blocks, 4))
         if tuple(tensor.shape) != needed or not tensor.is_contiguous():
             raise ValueError(
@@ -96,10 +91,10 @@ def unswizzle_scales(
     return [pair.plain for pair in pairs]
 
 
-def _check(name: str, i: int, tensor: Tensor, device: torch.device) -> None:
+def _check(what: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.device != device:
         raise ValueError(
-            f"{name}[{i}] must be a matrix of one byte per element on {device}, got "
+            f"{what} must be a matrix of one byte per element on {device}, got "
             f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; pass the bytes of E4M3 "
             "or E8M0 scales"
         )
@@ -123,14 +118,13 @@ def gemm_scale_launches(tensors: Sequence[QuantizedTensor]) -> list[Launch]:
     return [_launch(pairs, undo=False)] if pairs else []
 
 
-def _stored_pairs(tensor: QuantizedTensor) -> list[ScalePair]:
-    return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
-
-
 def read_gemm_scales(tensor: QuantizedTensor) -> None:
     """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
-    if tensor.quantizer.optimize_for_gemm:
-        write_scales([*scales_of(tensor).values()], undo=True)
+    write_scales(_stored_pairs(tensor), undo=True)
+
+
+def _stored_pairs(tensor: QuantizedTensor) -> list[ScalePair]:
+    return [*scales_of(tensor).values()] if tensor.quantizer.optimize_for_gemm else []
 
 
 def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
@@ -145,24 +139,21 @@ def scales_of(tensor: QuantizedTensor) -> dict[str, ScalePair]:
 
     If the tensor does not store that inner tensor, ``swizzled`` is new and uninitialized.
     """
-    usages = [usage for usage in ("rowwise", "columnwise") if getattr(tensor.quantizer, usage)]
-    return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in usages}
+    kept = tensor.quantizer.layout.kept
+    return {f"{usage}_gemm_scale_inv": _scales_in(tensor, usage) for usage in kept}
 
 
 def _scales_in(tensor: QuantizedTensor, usage: str) -> ScalePair:
-    tensors = tensor._shared.tensors
-    layout, is_transposed = tensor.quantizer.layout, usage == "columnwise"
-    if layout.is_square:
-        plain, repeats = tensors.block_scale_inv, layout.block
-    else:
-        plain, repeats = getattr(tensors, f"{usage}_scale_inv"), 1
-        is_transposed ^= getattr(layout, usage).scales.transposed
+    tensors, layout = tensor._shared.tensors, tensor.quantizer.layout
+    name, repeats = layout.scales_of(usage), layout.block if layout.is_square else 1
+    is_transposed = (usage == "columnwise") ^ layout.inner[name].transposed
+    plain = getattr(tensors, name)
     plain = plain.t() if is_transposed else plain
     stored = getattr(tensors, f"{usage}_gemm_scale_inv")
-    return ScalePair(plain, _room_for(plain, repeats) if stored is None else stored, repeats)
+    return ScalePair(plain, _empty_swizzled(plain, repeats) if stored is None else stored, repeats)
 
 
-def _room_for(plain: Tensor, repeats: int = 1) -> Tensor:
+def _empty_swizzled(plain: Tensor, repeats: int = 1) -> Tensor:
     return plain.new_empty(round_up(plain.shape[0] * repeats, 128), round_up(plain.shape[1], 4))
 
 
@@ -171,16 +162,13 @@ def write_scales(pairs: list[ScalePair], undo: bool = False) -> None:
 
     The padding of ``swizzled`` becomes zero.
     """
-    if not pairs:
-        return
-    device = pairs[0].plain.device
-    if not backend.uses_kernels(device):
-        for pair in pairs:
-            _write(pair, undo)
-        return
-    from fp4adam.kernels.launch.launch import launch_all
+    if pairs and backend.uses_kernels(pairs[0].plain.device):
+        from fp4adam.kernels.launch.launch import launch_all
 
-    launch_all(pairs[0].plain, [_launch(pairs, undo)])
+        launch_all(pairs[0].plain, [_launch(pairs, undo)])
+        return
+    for pair in pairs:
+        _write(pair, undo)
 
 
 def _launch(pairs: list[ScalePair], undo: bool) -> Launch:
@@ -210,15 +198,10 @@ def _launch(pairs: list[ScalePair], undo: bool) -> Launch:
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of swizzled scales whose elements are in row-major order, including padding.
+    """A view of contiguous swizzled scales whose elements are in row-major order, with padding.
 
-    Args:
-        swizzled: Contiguous, of any shape.
-        rows: Rows of the matrix, with or without padding.
-        blocks: Blocks per row, with or without padding.
-
-    Returns:
-        A view [row tiles, 4, 32, column tiles, 4] on the tiles of 128 rows by 4 blocks.
+    It is [row tiles, 4, 32, column tiles, 4], of tiles of 128 rows by 4 blocks. ``rows`` and
+    ``blocks``, per row, may include the padding.
     """
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

@@ -58,11 +58,7 @@ class TensorNames:
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> Tensor | None | tuple[Tensor | None, Tensor | None]:
-        """The codes of a direction, or a pair (rowwise, columnwise); None for one not stored.
-
-        Raises:
-            ValueError: If neither is asked for.
-        """
+        """The codes of a direction, or a pair (rowwise, columnwise); ValueError for neither."""
         wanted = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         found = tuple(getattr(self, name) for name, is_wanted in wanted.items() if is_wanted)
         if not found:
@@ -81,17 +77,14 @@ class TensorNames:
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Store or drop a direction, for all tensors on the same memory.
+        """Store or drop a direction, for all tensors on the same memory; None leaves it as it is.
 
-        Args:
-            rowwise_usage: Whether rowwise codes are stored; None leaves that as it is.
-            columnwise_usage: The same for columnwise codes. Those of square blocks and of Float8
-                are transposed from the rowwise ones.
+        Columnwise codes of square blocks and of Float8 are transposed from the rowwise ones.
 
         Raises:
             ValueError: If neither direction would be left.
             RuntimeError: If codes are asked for that are not stored and cannot be derived from the
-                others, as for MXFP8, or the tensor is a slice of another one.
+                others, as for MXFP8, or the tensor is a slice or a shard.
         """
         given = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
         new = dataclasses.replace(
@@ -146,11 +139,7 @@ class QuantizerNames:
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Refused if it would change anything: quantizers are immutable and shared.
-
-        Raises:
-            TypeError: If one of them differs from the quantizer's own.
-        """
+        """TypeError if it would change anything: quantizers are immutable and shared."""
         wanted = {"rowwise": rowwise, "columnwise": columnwise}
         for name, value in wanted.items():
             if value is not None and value != getattr(self, name):
@@ -174,11 +163,7 @@ class QuantizerNames:
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensor:
-        """``dst.quantize_(src)``.
-
-        Raises:
-            NotImplementedError: With a ``noop_flag``, which skips the write on the device.
-        """
+        """``dst.quantize_(src)``; a ``noop_flag``, which skips writes on the device, is refused."""
         if noop_flag is not None:
             raise NotImplementedError(
                 "noop_flag must be None, got a tensor: writes are not conditional here; skip the "

@@ -292,7 +292,7 @@ def test_warning_of_rows_that_vllm_fuses_within_a_block(tmp_path):
             warnings.simplefilter("always")
             export_checkpoint(model, tmp_path / str(rows), "fp8")
         assert [("k_proj" in str(w.message)) for w in caught] == [True] * is_wrong
-        assert all("multiples of 128 for vLLM" in str(w.message) for w in caught)
+        assert all("vLLM (0.32) where it fuses" in str(w.message) for w in caught)
 
 
 def test_tied_weights_with_two_values_are_refused(tmp_path):

@@ -194,6 +194,9 @@ def test_a_model_that_is_stored_otherwise_is_sent_whole():
     assert [change.name for change in update.changes] == ["1.norm.weight"] and not update.is_full
     receiver.apply(update)
     assert_served(receiver, dict(export_tensors(model)))
+    model[1].norm.bfloat16()  # as it was at first
+    receiver.apply(sender.export_changes())
+    assert_served(receiver, dict(export_tensors(model)))
     model.append(nn.RMSNorm(128))
     receiver.apply(sender.export_changes())
     assert_served(receiver, dict(export_tensors(model)))

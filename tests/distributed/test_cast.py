@@ -9,6 +9,7 @@ from torch import Tensor
 from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     PartialCast,
@@ -24,6 +25,8 @@ from test_quantizer_properties import examples, matrices
 FORMATS = {
     "nvfp4": (NVFP4Quantizer(), 16),
     "nvfp4-rowwise": (NVFP4Quantizer(columnwise=False, optimize_for_gemm=True), 16),
+    "mxfp4": (MXFP4Quantizer(), 32),
+    "mxfp4-floor": (MXFP4Quantizer(scale_rounding="floor"), 32),
     "mxfp8": (MXFP8Quantizer(), 32),
     "mxfp8-rowwise": (MXFP8Quantizer(columnwise=False), 32),
     "mxfp8-columnwise": (MXFP8Quantizer(rowwise=False), 32),

@@ -1,6 +1,7 @@
 """Tensor parallelism gives the bits of one process, alone and under FSDP2."""
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -130,7 +131,7 @@ def assert_directions_agree(weight: QuantizedTensor) -> None:
     if weight.quantizer.layout.is_square and weight.columnwise_data is not None:
         bits = weight.quantizer.layout.code_bits
         assert torch.equal(weight.columnwise_data, transposed_codes(weight.rowwise_data, bits))
-    compact = weight.quantizer.with_compact_scales()
+    compact = dataclasses.replace(weight.quantizer, optimize_for_gemm=False)
     for usage in ("rowwise", "columnwise"):
         stored = getattr(weight, f"_{usage}_gemm_scale_inv")
         if stored is not None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 OTHERS = [
     "ignore:NVFP4 experts should be read by an engine:UserWarning",
     "ignore:layout .modelopt. with .* should be read by an engine:UserWarning",
-    "ignore:rows of q, k, gate should be multiples of 128:UserWarning",
+    "ignore:sides of Float8Block weights should be multiples of 128:UserWarning",
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore::PendingDeprecationWarning",

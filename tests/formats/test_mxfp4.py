@@ -17,14 +17,12 @@ from torch.distributed.tensor.parallel import (
 from fp4adam import (
     FP4Adam,
     MXFP4Quantizer,
-    PartialCast,
     QuantizedTensor,
     quantize_model,
 )
 from fp4adam.checkpoints.trained import gathered
 from fp4adam.optim.remainder import complete, split_off
-from fp4adam.tensors import backend
-from helpers import assert_bytes_are_of_masters, assert_identical, randn
+from helpers import randn
 from ranks import all_ranks, run_ranks
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -92,44 +90,6 @@ def test_bytes_are_those_of_the_specification(rounding, path_device):
     assert torch.equal(again[unsaturated], tensor.dequantize()[unsaturated])
 
 
-@pytest.mark.parametrize("states", [torch.float32, "8bit"], ids=str)
-@pytest.mark.parametrize("master", [torch.float32, torch.float16, torch.int8], ids=str)
-def test_a_step_by_kernels_has_the_bits_of_operators(states, master, through_the_kernels, device):
-    def run(place: str) -> tuple[FP4Adam, nn.Parameter]:
-        weight = nn.Parameter(randn(64, 96).bfloat16().to(place))
-        model = nn.Module()
-        model.layer = nn.Linear(96, 64, bias=False)
-        model.layer.weight = weight
-        quantize_model(model, MXFP4Quantizer())
-        dtype = states if isinstance(states, torch.dtype) else torch.float8_e4m3fn
-        options = (
-            {} if dtype is torch.float32 else dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
-        )
-        optimizer = FP4Adam(model.parameters(), lr=1e-2, master_weight_dtype=master, **options)
-        for seed in range(3):
-            model.layer.weight.grad = randn(64, 96, seed=seed + 1).bfloat16().to(place)
-            optimizer.step()
-        return optimizer, model.layer.weight
-
-    of_kernels, by_kernels = run(device)
-    backend_uses = backend.uses_kernels
-    try:
-        backend.uses_kernels = lambda device: False
-        of_operators, by_operators = run("cpu")
-    finally:
-        backend.uses_kernels = backend_uses
-    assert_identical(
-        [x.cpu() for x in by_kernels.storage_tensors().values()],
-        [x.cpu() for x in by_operators.storage_tensors().values()],
-    )
-    states = of_kernels.state[by_kernels], of_operators.state[by_operators]
-    for name, value in states[1].items():
-        if isinstance(value, Tensor):
-            assert torch.equal(states[0][name].cpu().float(), value.float()), name
-    if master is torch.float32:
-        assert_bytes_are_of_masters(of_operators)
-
-
 def test_what_is_refused():
     for options, match in (
         ({"columnwise": True}, "columnwise and optimize_for_gemm must be False for MXFP4"),
@@ -150,25 +110,6 @@ def test_stacks_of_experts_multiply():
     values = stack.dequantize()
     expected = torch.cat([x[:4] @ values[0].t(), x[4:] @ values[2].t()])
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_casts_of_shards_have_the_bytes_of_the_whole(rounding, path_device):
-    """Shards that cut blocks, rows and bytes, as ZeRO has them."""
-    quantizer, x = MXFP4Quantizer(scale_rounding=rounding), randn(64, 96).bfloat16()
-    x = x.to(path_device)
-    weight = quantizer.make_empty((64, 96), torch.bfloat16, path_device)
-    bounds = [0, 1501, 3072, 6144]
-    spans = [*zip(bounds, bounds[1:], strict=False)]
-    casts = [PartialCast([weight], [a], [b - a], [torch.bfloat16]) for a, b in spans]
-    values = [[x.flatten()[a:b].clone()] for a, b in spans]
-    for cast, value in zip(casts, values, strict=True):
-        cast.measure(value)
-    amaxes = torch.stack([cast.amaxes for cast in casts]).amax(0)
-    for cast, value in zip(casts, values, strict=True):
-        cast.amaxes.copy_(amaxes)
-        cast.write(value)
-    assert weight.has_bytes_of(quantizer.quantize(x))
 
 
 def build() -> nn.Module:

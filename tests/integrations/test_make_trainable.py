@@ -275,7 +275,6 @@ def test_adapters_beside_trainable_weights(tmp_path):
         make_trainable(loaded)
 
 
-@pytest.mark.filterwarnings("ignore:sides of Float8Block weights should be multiples of 128")
 def test_shapes_and_ties_of_other_models(tmp_path):
     """Tied embeddings, biases, sides that are no multiples of blocks."""
     sizes = dict(hidden_size=192, intermediate_size=320, head_dim=40, attention_bias=True)

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
-from torch.testing import assert_close
 
 from fp4adam import FP4Adam, QuantizedTensor, Quantizer
 from helpers import (
@@ -23,7 +20,6 @@ from helpers import (
     make_params,
     mlp_loss,
     quantized,
-    random,
     set_grads,
     snapshot,
     take_steps,
@@ -169,36 +165,3 @@ def test_autocast_training_with_scaler_learns(
         assert param.grad.dtype == param.dtype == dtype
         assert isinstance(param, QuantizedTensor) or param.dim() == 1
     assert_bytes_are_of_masters(optimizer)
-
-
-@pytest.mark.parametrize("scaled", [True, False], ids=["scaler", "no scaler"])
-@half_dtypes
-def test_convolutions_in_channels_last_equal_adamw(
-    scaled: bool, dtype: torch.dtype, device: str
-) -> None:
-    """FP32 parameters whose memory is not in the order of their dimensions."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        layers = (nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        return nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
-
-    models = [build(), build()]
-    optimizers = [FP4Adam(models[0].parameters()), AdamW(models[1].parameters())]
-    scalers = [torch.amp.GradScaler(device, init_scale=128.0, enabled=scaled) for _ in range(2)]
-    strides = [param.stride() for param in models[0].parameters()]
-    for seed in range(20):
-        x = random((2, 4, 8, 8), seed, device).to(memory_format=torch.channels_last)
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            with torch.autocast(device, dtype):
-                loss = (model(x) - x[..., 2:-2, 2:-2]).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert [param.stride() for param in models[0].parameters()] == strides
-    for param, twin in zip(*(model.parameters() for model in models), strict=True):
-        assert_close(param.detach(), twin.detach(), rtol=1e-3, atol=1e-3)
-        # As with torch's fused optimizers, the scaled gradients are left as they are.
-        grad = param.grad / 128 if scaled else param.grad
-        assert_close(grad, twin.grad, rtol=1e-3, atol=1e-3)

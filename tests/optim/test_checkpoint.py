@@ -6,18 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR
-from torch.testing import assert_close
 
-from fp4adam import FP4Adam, QuantizedTensor, Quantizer, quantize_model
+from fp4adam import FP4Adam, Quantizer, quantize_model
 from helpers import (
     RECIPES,
     all_params,
@@ -48,94 +41,7 @@ def reseeded(quantizer: Quantizer | None, device: str, dtype: torch.dtype) -> nn
 # Resuming
 
 
-@every_recipe
-def test_resuming_in_the_middle_of_a_schedule_is_bit_identical(
-    quantizer: Quantizer, device: str
-) -> None:
-    def build(params: list[Parameter]) -> tuple[FP4Adam, LambdaLR]:
-        optimizer = FP4Adam([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}])
-        return optimizer, LambdaLR(optimizer, lambda step: 0.7**step)
-
-    params = make_params(quantizer, device)
-    optimizer, scheduler = build(params)
-    for seed in range(3):
-        take_steps(optimizer, [seed])
-        scheduler.step()
-    twins = copy.deepcopy(params)
-    resumed, resumed_scheduler = build(twins)
-    saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
-    resumed.load_state_dict(saved[0])
-    resumed_scheduler.load_state_dict(saved[1])
-    for each, its_scheduler in ((optimizer, scheduler), (resumed, resumed_scheduler)):
-        for seed in range(3, 6):
-            take_steps(each, [seed])
-            its_scheduler.step()
-    assert_identical(snapshot(resumed), snapshot(optimizer))
-
-
 # What is in a checkpoint
-
-
-@every_recipe
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_checkpoint_holds_fp32_moments_and_masters(
-    quantizer: Quantizer, amsgrad: bool, device: str
-) -> None:
-    params = make_params(quantizer, device)
-    optimizer = FP4Adam(params, amsgrad=amsgrad)
-    take_steps(optimizer, [0])
-    for param, state in zip(params, optimizer.state_dict()["state"].values(), strict=True):
-        names = {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
-        if isinstance(param, QuantizedTensor) or param.dtype != torch.float32:
-            names.add("master_param")
-        assert state.keys() == names
-        assert all(type(value) is Tensor for value in state.values())
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        assert {state[name].shape for name in names - {"step"}} == {param.shape}
-        assert (state["step"].shape, state["step"].device.type) == ((), "cpu")
-
-
-@every_recipe
-def test_loaded_state_is_unrounded_and_of_its_own(quantizer: Quantizer, device: str) -> None:
-    """FP32 values survive BF16 parameters, and the loaded dictionary is neither kept nor edited."""
-    params = make_params(quantizer, device)
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    untouched = copy.deepcopy(saved)
-    resumed = FP4Adam(copy.deepcopy(params), lr=0.3)
-    resumed.load_state_dict(saved)
-    # All masters have been compared; the next step compares none.
-    members = [resumed._parameters[param] for param in all_params(resumed)]
-    assert all(member.is_unwritten() for member in members if member.has_master)
-    assert_identical(resumed.state_dict()["state"], untouched["state"])
-    theirs = {t.data_ptr() for state in saved["state"].values() for t in state.values()}
-    ours = {
-        value.data_ptr()
-        for param in all_params(resumed)
-        for value in resumed.state[param].values()
-        if value.numel()
-    }
-    assert not theirs & ours
-    take_steps(resumed, range(2))
-    resumed.param_groups[0]["lr"] = 7.0
-    assert_identical(saved, untouched)
-
-
-@every_recipe
-def test_named_parameters_are_saved_by_name(quantizer: Quantizer, device: str) -> None:
-    model = make_mlp(quantizer, device)
-    optimizer = FP4Adam(model.named_parameters())
-    train(optimizer, (mlp_loss(model, seed) for seed in range(2)))
-    saved = through_a_file(optimizer.state_dict())
-    names = [name for name, _ in model.named_parameters()]
-    assert saved["param_groups"][0]["param_names"] == names
-    for named in (True, False):
-        twin = copy.deepcopy(model)
-        resumed = FP4Adam(twin.named_parameters() if named else twin.parameters())
-        resumed.load_state_dict(saved)
-        assert resumed.state_dict()["param_groups"][0]["param_names"] == names
-        assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
 
 
 def test_checkpoint_of_a_fresh_optimizer_loads(device: str) -> None:
@@ -146,40 +52,6 @@ def test_checkpoint_of_a_fresh_optimizer_loads(device: str) -> None:
     for each in (resumed, expected):
         take_steps(each, range(2))
     assert_identical(snapshot(resumed), snapshot(expected))
-
-
-def test_hooks_may_replace_what_is_loaded(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, range(1))
-    saved = copy.deepcopy(optimizer.state_dict())
-    take_steps(optimizer, range(1, 2))
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
-    optimizer.load_state_dict(optimizer.state_dict())
-    for param, state in zip(params, saved["state"].values(), strict=True):
-        assert_identical(optimizer.state[param]["exp_avg"], state["exp_avg"])
-
-
-@every_recipe
-def test_state_dict_utilities_of_torch_distributed_change_nothing(
-    quantizer: Quantizer, device: str
-) -> None:
-    """They fill an empty state by a step with lr = 0, and name parameters in full."""
-    model = make_mlp(quantizer, device)
-    optimizer = FP4Adam(model.parameters())
-    before = [param.detach().clone() for param in model.parameters()]
-    get_optimizer_state_dict(model, optimizer)
-    assert_identical([param.detach() for param in model.parameters()], before)
-    train(optimizer, (mlp_loss(model, seed) for seed in range(3)))
-    saved_model, saved = copy.deepcopy(get_state_dict(model, optimizer))
-    assert saved["state"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq", "master_param"}
-    fresh = reseeded(quantizer, device, torch.float32)
-    resumed = FP4Adam(fresh.parameters())
-    set_state_dict(fresh, resumed, model_state_dict=saved_model, optim_state_dict=saved)
-    for each, its_optimizer in ((model, optimizer), (fresh, resumed)):
-        train(its_optimizer, (mlp_loss(each, seed) for seed in range(3, 5)))
-    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
-    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
 
 
 # To and from torch.optim
@@ -213,17 +85,6 @@ def test_quantized_training_continues_from_adamw(
         assert ours.state[param]["step"] == 3
         assert_identical(ours.state[param]["master_param"], weight.float())
     assert params[0]._high_precision_init_val is None
-
-
-def test_adamw_continues_from_our_checkpoint(device: str) -> None:
-    params = [Parameter(random(shape, 0, device)) for shape in ((9, 5), ())]
-    ours = FP4Adam(params, lr=1e-2, weight_decay=0.1)
-    take_steps(ours, range(3))
-    theirs = AdamW(copy.deepcopy(params))
-    theirs.load_state_dict(through_a_file(ours.state_dict()))
-    for each in (ours, theirs):
-        take_steps(each, range(3, 6))
-    assert_close([p.detach() for p in params], [p.detach() for p in all_params(theirs)])
 
 
 @every_recipe

@@ -87,14 +87,6 @@ def make_pair(device: str, **options: Any) -> tuple[Net, FP4Adam]:
     return model, optimizer
 
 
-def best_of(model: nn.Module) -> dict[str, Tensor]:
-    """What load_state_dict takes to overwrite all parameters."""
-    return {
-        name: random(tuple(param.shape), 70 + i, str(param.device), scale=0.1)
-        for i, (name, param) in enumerate(model.named_parameters())
-    }
-
-
 def masters(optimizer: FP4Adam) -> list[Tensor]:
     """What training continues from, in FP32."""
     return [
@@ -156,17 +148,6 @@ def test_state_that_does_not_fit_is_refused(name: str, wrong: str, device: str) 
             assert_identical(dict(optimizer.state[other]), dict(state))
         optimizer.state[param][name] = value
     assert_continues(optimizer, masters(optimizer))
-
-
-def test_step_follows_new_strides(device: str) -> None:
-    pairs = [[Parameter(random((6, 8), i, device)) for i in range(2)] for _ in range(2)]
-    optimizers = [FP4Adam(params) for params in pairs]
-    for optimizer in optimizers:
-        take_steps(optimizer, range(2))
-    pairs[0][0].data = pairs[0][0].detach().t().contiguous().t()
-    for optimizer in optimizers:
-        take_steps(optimizer, range(2, 4))
-    assert_identical([p.detach() for p in pairs[0]], [p.detach() for p in pairs[1]])
 
 
 def transpose_state(optimizer: FP4Adam, param: Parameter) -> None:
@@ -332,17 +313,6 @@ def test_an_fp32_model_takes_masters_that_have_scales(save: Callable, device: st
     resumed.load_state_dict(copy.deepcopy(save(optimizer)))
     assert_identical(plain.narrow.detach(), master)
     assert sorted(resumed.state[plain.narrow]) == ["exp_avg", "exp_avg_sq", "step"]
-
-
-def test_foreach_copy_to_mixed_parameters_counts(device: str) -> None:
-    model, optimizer = make_pair(device)
-    sources = [*best_of(model).values()]
-    with torch.no_grad():
-        torch._foreach_copy_(
-            [*model.parameters()],
-            [x.to(p.dtype) for x, p in zip(sources, model.parameters(), strict=True)],
-        )
-    assert_continues(optimizer)
 
 
 def test_bfloat16_model_gets_masters_after_fp32_steps(device: str) -> None:
@@ -515,26 +485,6 @@ def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
 # Numbers
 
 
-def test_negative_learning_rate_of_a_group_ascends(device: str) -> None:
-    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
-    ours, theirs = FusedAdam(params[:1], lr=1e-2), AdamW(params[1:], lr=1e-2)
-    for seed, lr in enumerate([1e-2, -1e-2, -1e-3, 1e-2]):
-        for optimizer in (ours, theirs):
-            optimizer.param_groups[0]["lr"] = lr
-            take_steps(optimizer, [seed])
-    assert_close(params[0].detach(), params[1].detach())
-
-
-def test_infinite_learning_rate_without_decay_gives_infinities(device: str) -> None:
-    params = [Parameter(random((5, 7), 0, device)) for _ in range(2)]
-    options = dict(lr=math.inf, weight_decay=0.0)
-    optimizers = [FusedAdam(params[:1], **options), AdamW(params[1:], **options)]
-    for optimizer in optimizers:
-        take_steps(optimizer, [0])
-    assert params[0].isinf().all()
-    assert_identical(params[0].detach(), params[1].detach())
-
-
 def test_narrow_states_resume_above_steps_that_fp32_counts(device: str) -> None:
     options = dict(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float8_e4m3fn)
     params = [Parameter(random((3, 32), 0, device))]
@@ -575,26 +525,6 @@ def test_stationary_e4m3_moments_are_not_biased() -> None:
 
 
 # Around the state
-
-
-def test_step_of_transformer_engine_is_that_of_its_group(device: str) -> None:
-    """Its FusedAdam counts the steps of a group, and saves no step per parameter."""
-    params = [Parameter(random((5, 7), i, device)) for i in range(2)]
-    optimizer = FusedAdam(params)
-    take_steps(optimizer, range(3))
-    twins = copy.deepcopy(params)
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert all(state.keys() == {"exp_avg", "exp_avg_sq"} for state in saved["state"].values())
-    group = saved["param_groups"][0]
-    kept = ("lr", "betas", "eps", "weight_decay", "bias_correction", "params")
-    saved["param_groups"] = [{name: group[name] for name in kept} | {"step": 3}]
-    resumed = FusedAdam(twins)
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["step"] == 3
-    for each in (optimizer, resumed):
-        take_steps(each, range(3, 5))
-    assert_identical(snapshot(resumed)["params"], snapshot(optimizer)["params"])
-    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
 
 
 def test_state_may_be_asked_for_by_two_threads_at_once() -> None:

@@ -103,25 +103,6 @@ def test_kernels_and_operators_agree(quantizer, scale_groups, device, monkeypatc
 
 
 @by_quantizer
-def test_masters_follow_those_in_fp32(quantizer):
-    small = make("cpu", quantizer, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32)
-    full = make(
-        "cpu",
-        quantizer,
-        exp_avg_dtype=torch.float32,
-        exp_avg_sq_dtype=torch.float32,
-        master_weight_dtype=torch.float32,
-    )
-    for seed in range(20):
-        step(small, seed)
-        step(full, seed)
-    for a, p in zip(masters(small), params_of(full), strict=True):
-        expected = full.state[p]["master_param"]
-        # Without remainders it would be half a gap, a hundred times as much.
-        assert (a - expected).abs().mean() < 0.004 * expected.abs().max()
-
-
-@by_quantizer
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_resumed_run_may_keep_one_direction(quantizer, model_first, device):
     optimizer = make(device, quantizer)

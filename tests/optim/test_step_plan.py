@@ -1,15 +1,13 @@
 """What a step takes over from the one before, and that it notices whatever has changed."""
 
 import copy
-import math
 
 import pytest
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
-from helpers import RECIPES, assert_same_training, randn, written
+from helpers import RECIPES, assert_same_training, randn
 from waits import refusing_waits
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -201,35 +199,6 @@ def test_a_change_between_steps_is_noticed(change, quantizer, device):
     assert_same_training(*optimizers)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda shape, **options: torch.randn(shape[::-1], **options).t(),
-        lambda shape, **options: torch.randn(shape.numel() + 1, **options)[1:].view(shape),
-        lambda shape, **options: torch.randn((), **options).expand(shape),
-    ],
-    ids=["transposed", "unaligned", "expanded"],
-)
-def test_gradients_of_other_layouts_take_the_slower_path(make, device):
-    """And come back to the kernels after it."""
-    optimizers = [FP4Adam(make_params(device), lr=1e-2) for _ in range(2)]
-    for seed in range(4):
-        grads = []
-        for optimizer in optimizers:
-            params = optimizer.param_groups[0]["params"]
-            set_grads(params, seed)
-            if seed == 1:
-                torch.manual_seed(0)
-                options = dict(dtype=torch.bfloat16, device=device)
-                grads = grads or [make(param.shape, **options) for param in params[:2]]
-                for param, grad in zip(params, grads, strict=False):
-                    param.grad = grad if optimizer is optimizers[0] else grad.contiguous().clone()
-            optimizer.step()
-            assert seed != 1 or optimizer is optimizers[1] or optimizer._whole.plan._by_operators
-    assert_same_training(*optimizers)
-    assert not optimizers[0]._whole.plan._by_operators
-
-
 def test_unaligned_codes_take_the_slower_path(trained):
     param = trained.param_groups[0]["params"][0]
     codes = param._rowwise_data
@@ -286,51 +255,6 @@ def test_launches_do_not_depend_on_the_number_of_tensors(
 
 
 # Clipping and overflows without waiting
-
-
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_clipping_in_the_step_equals_torchs(max_norm, norm_type, device):
-    params = [torch.nn.Parameter(randn(48, 16, seed=i, device=device)) for i in range(3)]
-    ours, torchs = (FP4Adam(copy.deepcopy(params), lr=1e-2) for _ in range(2))
-    for seed in range(2):
-        for optimizer in (ours, torchs):
-            set_grads(optimizer.param_groups[0]["params"], seed)
-        before = [param.grad.clone() for param in ours.param_groups[0]["params"]]
-        norm = ours.clip_grad_norm_(max_norm, norm_type)
-        expected = clip_grad_norm_(torchs.param_groups[0]["params"], max_norm, norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-        for param, grad in zip(ours.param_groups[0]["params"], before, strict=True):
-            assert torch.equal(param.grad, grad)
-        for optimizer in (ours, torchs):
-            optimizer.step()
-    torch.testing.assert_close(written(ours), written(torchs), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("forget", [lambda o: o.zero_grad(), lambda o: o.step()])
-def test_clipping_holds_for_one_step(forget, trained):
-    params = trained.param_groups[0]["params"]
-    set_grads(params, 3)
-    trained.clip_grad_norm_(1e-3)
-    forget(trained)
-    assert trained._whole.clipping is None
-    assert_goes_on_as_operators(trained)
-
-
-def test_clipping_holds_for_what_is_left_of_the_gradients(trained):
-    """As of torch's function: what it has scaled stays so."""
-    twin = copy.deepcopy(trained)
-    for optimizer in (trained, twin):
-        set_grads(optimizer.param_groups[0]["params"], 3)
-    trained.clip_grad_norm_(1e-3)
-    coefficient = next(iter(trained._whole.clipping.coefficients.values()))
-    for optimizer in (trained, twin):
-        optimizer.param_groups[0]["params"][0].grad = None
-    twin.grad_scale = 1 / coefficient
-    trained.step()
-    assert trained._whole.clipping is None
-    twin.step()
-    torch.testing.assert_close(written(trained), written(twin), rtol=1e-5, atol=1e-7)
 
 
 def another_backward_pass(params):

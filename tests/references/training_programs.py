@@ -153,9 +153,6 @@ OVERWRITES: dict[str, Callable[[Tensor, int], object]] = {
     "copy_ of its own format": _copy_same_format,
     "copy_ through detach()": lambda p, seed: p.detach().copy_(_values(p, seed)),
     "copy_ of itself": lambda p, seed: p.copy_(p.detach().clone()),
-    "copy_ of some rows": lambda p, seed: p.detach()[: (len(p) + 1) // 2].copy_(
-        _values(p, seed)[: (len(p) + 1) // 2]
-    ),
     "copy_ in inference mode": torch.inference_mode()(lambda p, seed: p.copy_(_values(p, seed))),
     "quantize_ or set_": _quantize_,
     "fill_": lambda p, seed: p.fill_(0.25 * (seed - 1)),
