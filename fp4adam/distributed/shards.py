@@ -34,7 +34,7 @@ def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
 
 
 def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
-    """Quantize pending writes to a shard that shares scales; every rank has to call it.
+    """Quantize pending writes to a shard; every rank that it shares scales with has to call it.
 
     If only other ranks have written, this rank quantizes its old value again.
     """
@@ -42,12 +42,13 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
     if not shared.unsettled:
         return
     written = shared.pending
+    is_written = written is not None
     # A write may have happened on some ranks only, without the others knowing.
-    number = float(written is not None)
-    is_written = torch.full((1,), number, dtype=torch.float32, device=infos[0].device)
-    for group in groups_of(infos):
-        dist.all_reduce(is_written, dist.ReduceOp.MAX, group)
-    if is_written.item():
+    for info in infos:
+        number = torch.full((1,), float(is_written), device=info.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, info.group)
+        is_written = bool(number.item())
+    if is_written:
         value = shard._read(torch.float32) if written is None else written
         cast([shard], [value], [torch.float32], [infos])
     shared.unsettled = False
@@ -64,14 +65,14 @@ def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def settle_written(sharded: Iterable[Tensor]) -> None:
-    """Quantize what has been written to shards that share scales; every rank has to call it.
+    """Quantize what has been written to shards; every rank has to call it.
 
     Master weights then start from the rounded value, as those of whole weights do.
     """
     for param in sharded:
         shard = param._local_tensor
-        if shard._shared.unsettled and (infos := ShardInfo.of(param)):
-            settle_shard(shard, infos)
+        if shard._shared.unsettled:
+            settle_shard(shard, ShardInfo.of(param))
 
 
 @torch.no_grad()
