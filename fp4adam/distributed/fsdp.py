@@ -94,8 +94,9 @@ def pre_all_gather(
 def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
     shared = shard._shared
     spec = shared.global_spec
-    if shared.unsettled and spec is not None and spec.shares_scales:
-        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)))
+    if shared.unsettled and spec is not None:
+        shares = spec.shares_scales
+        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)) if shares else ())
     return shared
 
 

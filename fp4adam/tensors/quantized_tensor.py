@@ -327,7 +327,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def pending_value(self) -> Tensor | None:
         """The written value that cannot be quantized without the other ranks, or None."""
         shared = self._shared
-        if shared.pending is None or not shared.rows_share_scales:
+        if shared.pending is None:
             return None
         return rows.rows_of(self, shared.pending).view(self.shape)
 

@@ -148,21 +148,23 @@ def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = Non
 def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
 
-    Loaders write shards row by row. Where shards share scales, their values are pending until the
-    ranks agree; else they are quantized in whole blocks.
+    Loaders write shards row by row. Values of rows that share scales with others, of the shard or
+    of other ranks, are pending until all are there; else they are quantized in whole blocks.
 
     Raises:
-        RuntimeError: If it is a slice of a whole tensor, or cuts blocks of a shard.
+        RuntimeError: If it is a slice of a whole tensor.
     """
     shared = tensor._shared
     shares_scales = shared.rows_share_scales
-    if not (is_all(tensor) or shares_scales or _is_run_of_blocks(tensor)):
+    in_blocks = is_all(tensor) or _is_run_of_blocks(tensor)
+    if not in_blocks and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
             f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
             "weight, or load into plain weights and quantize those"
         )
-    shared.unsettled |= shares_scales
+    waits = shares_scales or not in_blocks or shared.pending is not None
+    shared.unsettled |= waits
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
@@ -170,7 +172,7 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
         shared.pending = matrix.clone() if shares_scales else None
         if not shares_scales:
             _quantize(tensor, matrix, amax)
-    elif shares_scales:
+    elif waits:
         if shared.pending is None:
             shared.pending = _unrounded(tensor, matrix.dtype)
         if shared.pending.dtype != matrix.dtype:
