@@ -79,6 +79,7 @@ def adopt(
         for p in standing.keys() - others:
             p.free_initial_value()
             p.record()
+            p.forget()  # the model may be loaded after the optimizer: the next step asks again
     return others
 
 

@@ -520,8 +520,9 @@ class QuantizedParameter(Parameter):
         if local(state[MASTER]).dtype == torch.int8:
             return True
         master, start = self.master.read(state), self.start_value
-        if isinstance(self.master, CodeRemainder) and not self.master.can_reach(master):
-            return False
+        if isinstance(self.master, CodeRemainder):
+            # It completes the codes that are there, and would not give the same scales again.
+            return self.master.can_reach(master) and start is None
         if self.param._shared.next_init_val is not None:
             return False  # no step has changed it since it was loaded
         return start is None or torch.equal(start.to(master).view(master.shape), master)

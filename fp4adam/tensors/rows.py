@@ -233,6 +233,7 @@ def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
         shared.first_row = source._first_row % tensor.quantizer.layout.block
         shared.rows = rows
         _take_init_val(tensor, source)
+        shared.stepped_by = shared.stepped_by or other.stepped_by  # FSDP2 has moved the shard
         _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
     if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
         return False
