@@ -627,7 +627,8 @@ def test_chunks(sizes: list[tuple[int, int]], limit: int) -> None:
     ("sizes", "numbers", "buffers"),
     [
         ([3, 3, 3, 3], [1, 0, 1, 0], [3, 3]),
-        ([9, 3, 3, 3, 3, 8], [0, 1, 0, 1, 0, 0], [9, 3]),  # few large ones share a buffer
+        # Few large ones share a buffer.
+        ([9, 3, 3, 3, 3, 3, 3, 8], [0, 1, 0, 1, 0, 1, 0, 0], [9, 3]),
         ([5], [1], [0, 5]),
     ],
 )
