@@ -425,7 +425,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         if variant.is_updated:
             return Form(128, 128, 128, 128, 8, 1, 255), masked
         if are_narrow(*codecs):
-            return Form(128, 128, 32 if is_roomy else 16, 128, 8, 1, 255), masked
+            # Without masters the dither of codes takes registers too.
+            part = 32 if is_roomy and codecs[0] != "codes" else 16
+            return Form(128, 128, part, 128, 8, 1, 255), masked
         return Form(128, 128, 32, 128, 16, 1, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 

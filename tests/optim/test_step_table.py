@@ -765,6 +765,8 @@ def check_programs(path: str, device: str, programs: int, number: int = 0) -> No
         check()
 
 
+# Some write values to copies of copies, as averages do.
+@pytest.mark.filterwarnings("ignore:values written to a copy of a model")
 @pytest.mark.parametrize(
     ("path", "programs"),
     [
