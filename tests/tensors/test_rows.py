@@ -117,7 +117,6 @@ def test_whole_blocks_of_a_shard_with_scales_of_its_own_can_be_written():
         rows_.copy_(value)
     settle_shard(shard, ())
     assert shard.has_bytes_of(MXFP8Quantizer().quantize(new)) and shard.pending_value() is None
-    assert torch.equal(shard.get_high_precision_init_val(), new)
 
 
 # Values before quantization
