@@ -127,8 +127,8 @@ def table(parameters: float | None = None) -> str:
     cards = ", ".join(f"{size} GB {name}" for size, name in CARDS.items())
     lines.append(
         f"Computed, not measured. Assumed: shapes like Llama's, one sequence of {TOKENS:,} tokens, "
-        "blocks recomputed in the backward pass, embedding and head in BF16, gradients released for "
-        f"everyone, {RESERVED / 1e9:.1f} GB for CUDA and fragments. Bytes per weight are those of a "
-        f"weight with its states, without its gradient. Cards: {cards}."
+        "blocks recomputed in the backward pass, embedding and head in BF16, gradients released "
+        f"for everyone, {RESERVED / 1e9:.1f} GB for CUDA and fragments. Bytes per weight are those "
+        f"of a weight with its states, without its gradient. Cards: {cards}."
     )
     return "\n".join(lines)

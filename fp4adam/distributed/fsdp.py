@@ -206,6 +206,7 @@ def _pack(
     A shard that begins within a block stores its first row behind the block's other rows. So a gap
     before the codes makes up for the ranks' different first rows; scales come before it.
     """
+    shard._keep_left()
     inner, spec = shard._shared.tensors.existing(), _global_spec(shard)
     furthest = _furthest_first_row(spec, n_shards)
     starts, entry_starts, size, gathered = {}, {}, 0, 0

@@ -36,25 +36,25 @@ def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
 def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
     """Quantize pending writes to a shard; every rank that it shares scales with has to call it.
 
-    If only other ranks have written, this rank quantizes its old value again.
+    If only other ranks have written, this rank quantizes again what its masters start from.
     """
     shared = shard._shared
     if not shared.unsettled:
         return
-    written = shared.pending
-    is_written = written is not None
+    is_written = shared.pending is not None
     # A write may have happened on some ranks only, without the others knowing.
     for info in infos:
         number = torch.full((1,), float(is_written), device=info.device)
         dist.all_reduce(number, dist.ReduceOp.MAX, info.group)
         is_written = bool(number.item())
     if is_written:
-        value = shard._read(torch.float32) if written is None else written
+        value = shard.written_value()
+        value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
+        if shared.init_val is not None or shared.has_optimizer:
+            # The master weight must start from what has been quantized.
+            shared.init_val = value
     shared.unsettled = False
-    if written is not None and shared.init_val is not None:
-        # The master weight must start from the written value.
-        shared.init_val = written.view(shard.shape)
 
 
 def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
@@ -65,10 +65,7 @@ def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def settle_written(sharded: Iterable[Tensor]) -> None:
-    """Quantize what has been written to shards; every rank has to call it.
-
-    Master weights then start from the rounded value, as those of whole weights do.
-    """
+    """Quantize what has been written to shards; every rank has to call it."""
     for param in sharded:
         shard = param._local_tensor
         if shard._shared.unsettled:

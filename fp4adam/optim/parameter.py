@@ -472,6 +472,11 @@ class QuantizedParameter(Parameter):
             shared.stepped_by = shared.stepped_by or weakref.WeakSet()
             shared.stepped_by.add(self)
 
+    def is_current(self, options: Options) -> bool:
+        """True if the weight also knows of it, wherever it has moved."""
+        known = self.param._shared.stepped_by or ()
+        return super().is_current(options) and (self in known or not self.is_kept)
+
     @property
     def scales(self) -> Hashable:
         return scales_of(self.owner, self.param)
@@ -481,7 +486,7 @@ class QuantizedParameter(Parameter):
 
     @property
     def start_value(self) -> Tensor | None:
-        return written_value(self.param)
+        return self.param.written_value()
 
     def value(self) -> Tensor:
         written = self.start_value
@@ -673,12 +678,6 @@ def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
     if shared.scale_group is not None:
         return shared.scale_group
     return owner
-
-
-def written_value(param: QuantizedTensor) -> Tensor | None:
-    """The value before quantization, where that is kept until a step uses it."""
-    pending = param.pending_value()
-    return param._high_precision_init_val if pending is None else pending
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

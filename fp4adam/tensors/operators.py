@@ -273,14 +273,18 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
             if out._shared.is_copy and not isinstance(out, torch.nn.Parameter):
                 _warn_of_averages(out)
             left = out._shared.left
-            if left is not None and rows.is_all(out):
-                left = left._alias(tuple(out.shape))
+            if left is not None:
+                left = left._alias(tuple(out.shape), out._start, out._start_col)
                 source = left if _reads_as(left, value) else source
             out._write(source, non_blocking)
-        elif out._shared.rows_share_scales and out._shared.has_optimizer:
+        elif (
+            out._shared.rows_share_scales
+            and out._shared.has_optimizer
+            and out._high_precision_init_val is None
+        ):
             # If other ranks write theirs, these rows are quantized once more.
             out._keep_left()
-            rows.replace_init_val(out, value, None)
+            rows.replace_init_val(out, value)
         out.mark_unsettled()  # whatever happened here, other ranks may quantize their rows
     return out
 

@@ -235,7 +235,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             is_kept = not by_step or shared.init_val is not None
             if is_kept and not (is_new or is_same and value is None):
                 # Master weights start from a value that is written before a step.
-                rows.replace_init_val(self, value, x if copied else None)
+                rows.replace_init_val(self, value)
         shared.mark_written()
         torch.autograd.graph.increment_version(self)
 
@@ -243,8 +243,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """Keep what a step has left, before other code writes; see ``SharedStorage``."""
         shared = self._shared
         is_stepped = shared.has_optimizer and self._high_precision_init_val is None
-        if is_stepped and shared.left is None and rows.is_all(self) and not self.is_meta:
-            shared.left = self.twin()
+        if is_stepped and shared.left is None and not self.is_meta:
+            shared.left = rows.every_row(self).twin()
 
     def _has_same_bytes(self, other: "QuantizedTensor") -> bool:
         own, others = (
@@ -330,6 +330,11 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         if shared.pending is None:
             return None
         return rows.rows_of(self, shared.pending).view(self.shape)
+
+    def written_value(self) -> Tensor | None:
+        """The value before quantization, where that is kept until a step uses it."""
+        pending = self.pending_value()
+        return self._high_precision_init_val if pending is None else pending
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value.

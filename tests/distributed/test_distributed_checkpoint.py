@@ -72,10 +72,6 @@ def make(
         fully_shard(model, mesh=all_ranks())
     if layout == "meta":
         model.to_empty(device=home())
-    elif isinstance(model, FSDPModule):
-        # The first gathering moves shards to other memory, which would drop int8 remainders.
-        model.unshard()
-        model.reshard()
     return model, optimizer_class(model.parameters(), **OPTIONS, **options)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4adam import FP4Adam, QuantizedTensor
@@ -43,10 +43,6 @@ def make(name: str, layout: str, seed: int = 0, **options: Any) -> Pair:
         fully_shard(model, mesh=init_device_mesh(home().type, (2, 2), mesh_dim_names=names))
     elif layout == "replicated":
         model = DistributedDataParallel(model)
-    if isinstance(model, FSDPModule):
-        # The first gathering moves shards to other memory, which would drop int8 remainders.
-        model.unshard()
-        model.reshard()
     return model, FP4Adam(model.parameters(), **OPTIONS, **options)
 
 

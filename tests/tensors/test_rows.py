@@ -103,10 +103,12 @@ def test_slices_are_read_only(quantizer, write):
 def test_whole_blocks_of_a_shard_with_scales_of_its_own_can_be_written():
     """As when plain values are loaded on another number of ranks."""
     whole, new = MXFP8Quantizer().quantize(randn((128, 64))), 8 * randn((64, 64), seed=1)
+    whole._high_precision_init_val = randn((128, 64))
     shard = whole.new_zeros(64, 64)
     shard.copy_(whole[64:])
     for rows_, value in ((shard[32:], new[32:]), (shard[:32], new[:32])):
         rows_.copy_(value)
+    assert torch.equal(shard.get_high_precision_init_val(), new)
     for name, inner in MXFP8Quantizer().quantize(new).storage_tensors().items():
         assert torch.equal(shard.storage_tensors()[name], inner), name
     # Rows that cut blocks wait for the others, so that each block is quantized once.
