@@ -474,8 +474,9 @@ class QuantizedParameter(Parameter):
 
     def is_current(self, options: Options) -> bool:
         """True if the weight also knows of it, wherever it has moved."""
-        known = self.param._shared.stepped_by or ()
-        return super().is_current(options) and (self in known or not self.is_kept)
+        if not super().is_current(options):
+            return False  # and may be no quantized tensor any more
+        return not self.is_kept or self in (self.param._shared.stepped_by or ())
 
     @property
     def scales(self) -> Hashable:
