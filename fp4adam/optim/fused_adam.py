@@ -83,8 +83,8 @@ class FusedAdam(Optimizer):
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
         adam_w_mode: Decoupled decay (AdamW), the default; False adds ``weight_decay * param`` to
-            the gradient. This is Transformer Engine's keyword: an :class:`FP4Adam` that is given it has
-            the layout of :class:`FusedAdam`, as Megatron-LM expects.
+            the gradient. This is Transformer Engine's keyword: an :class:`FP4Adam` that is given it
+            has the layout of :class:`FusedAdam`, as Megatron-LM expects.
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
