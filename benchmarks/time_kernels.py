@@ -3,8 +3,7 @@
     python benchmarks/time_kernels.py --other ../before --out h100/kernels.json
 
 The kernels of the other checkout are imported under another name, so that both run in one process,
-in turns. Exits with 1 if any byte of a weight or a state differs. Its step modules must still be
-found by the names in OTHERS.
+in turns. Exits with 1 if any byte of a weight or a state differs.
 """
 
 import argparse
@@ -50,14 +49,6 @@ STATES: dict[str, dict[str, Any]] = {
     "8bit": dict(states="8bit"),
     "16bit": dict(states="16bit"),
 }
-OTHERS = {
-    "nvfp4": "nvfp4_step",
-    "mxfp8": "mxfp8_step",
-    "mxfp8_2d": "mxfp8_step",
-    "mxfp4": "mxfp4_step",
-    "float8": "float8_step",
-    "float8_block": "float8_block_step",
-}
 
 
 def import_others(checkout: Path) -> None:
@@ -70,23 +61,13 @@ def import_others(checkout: Path) -> None:
 
 
 def other_launch(kind: Any, tensors: tuple) -> Any:
-    """The step of the other checkout, which takes what its kernels expect of the optimizer."""
-    module = importlib.import_module(f"other_kernels.{OTHERS[kind.quantizer.name]}")
+    """The step of the other checkout."""
     variant = importlib.import_module("other_kernels.adam").Variant(*kind.variant())
-    usage = importlib.import_module("other_kernels.launch.tensor_table").Usage
-    layout = kind.quantizer.layout
-    other_scaled = importlib.import_module("other_kernels.tiles.state").is_scaled
-    usage = usage(
-        "rowwise" in layout.kept, "columnwise" in layout.kept, layout.is_square,
-        layout.has_gemm_scales,
-    )  # fmt: skip
-    cut = importlib.import_module("other_kernels.launch.schema").Cut()
     given = SimpleNamespace(
         quantizer=kind.quantizer, groups=kind.groups, write_dtype=kind.write_dtype,
-        has_scaled_states=any(map(other_scaled, variant.codecs)), records=False,
-        variant=lambda: variant, usage=lambda: usage,
+        variant=lambda: variant,
     )  # fmt: skip
-    return module.StepLaunch(given, (*tensors, [cut] * len(tensors[0])))
+    return importlib.import_module("other_kernels.step").StepLaunch(given, tensors)
 
 
 class Steps:

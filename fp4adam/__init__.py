@@ -41,7 +41,6 @@ from fp4adam.interop import transformer_engine as transformer_engine
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.interop.transformer_engine import workspaces_of as workspaces_of
-from fp4adam.nn import averages as averages
 from fp4adam.nn import grouped_mm as grouped_mm
 from fp4adam.nn import linear as linear
 from fp4adam.nn import parallel_linear as parallel_linear

@@ -30,20 +30,29 @@ RESERVED = 1.5e9  # CUDA, kernels, tables, fragments
 
 
 class Setup(NamedTuple):
-    """A way to train; without ``states`` it is torch's AdamW, without masters in BF16."""
+    """A way to train: with ``states`` FP4Adam, else AdamW with both moments in so many bytes."""
 
     name: str
     states: str = ""
     quantizer: Quantizer | None = None
     dtype: torch.dtype = torch.bfloat16
+    moments: float = 4.0
+    masters: bool = True
 
 
 SETUPS = (
-    Setup("torch AdamW, FP32", dtype=torch.float32),
+    Setup("torch AdamW, FP32", dtype=torch.float32, moments=8.0),
     Setup("torch AdamW, BF16 without masters"),
+    Setup("AdamW8bit, BF16 without masters", moments=2.03),  # a scale per 256
     Setup("FP4Adam, NVFP4, 32bit states", "32bit", NVFP4Quantizer(columnwise=False)),
     Setup("FP4Adam, NVFP4, 16bit states", "16bit", NVFP4Quantizer(columnwise=False)),
     Setup("FP4Adam, MXFP8, 8bit states", "8bit", MXFP8Quantizer(columnwise=False)),
+    Setup(
+        "FP4Adam, MXFP8, 8bit, no masters",
+        "8bit",
+        MXFP8Quantizer(columnwise=False),
+        masters=False,
+    ),
     Setup("FP4Adam, NVFP4, 8bit states", "8bit", NVFP4Quantizer(columnwise=False)),
 )
 
@@ -51,7 +60,7 @@ SETUPS = (
 def bytes_per_parameter(setup: Setup) -> tuple[float, float]:
     """Bytes of weight and state per parameter: of quantized ones, and of plain ones."""
     if setup.quantizer is None:
-        return (3.0 * setup.dtype.itemsize,) * 2
+        return (setup.dtype.itemsize + setup.moments,) * 2
     side, options = 1024, Options(**STATES[setup.states])
     plain = torch.empty(side, side, dtype=setup.dtype, device="meta")
     sizes = {
@@ -62,6 +71,7 @@ def bytes_per_parameter(setup: Setup) -> tuple[float, float]:
     weight = sum(t.nbytes for t in setup.quantizer.zeros(side, side, "meta").present) / side**2
     # A BF16 parameter has an FP32 or FP16 master, or the 16 bits that it lacks of one.
     beside = 2.0 if options.store_param_remainders else master
+    master = master if setup.masters else 0.0
     return weight + master + moments, setup.dtype.itemsize + beside + moments
 
 
@@ -74,9 +84,8 @@ def needed(setup: Setup, parameters: float) -> float:
         plain = min(VOCABULARY * width * tables, parameters / 2)
     per_quantized, per_plain = bytes_per_parameter(setup)
     total = per_quantized * (parameters - plain) + per_plain * plain + RESERVED
-    # torch's AdamW keeps all gradients; with gradient release the largest one is alive.
-    largest = max(VOCABULARY * width, 3.5 * width**2)
-    total += (largest if setup.states else parameters) * setup.dtype.itemsize
+    # Of released gradients the largest one is alive.
+    total += max(VOCABULARY * width, 3.5 * width**2) * setup.dtype.itemsize
     kept = (parameters - plain) / (13 * width**2) * width * 2  # inputs of blocks
     return total + TOKENS * (kept + BLOCK_BYTES * width + LOGIT_BYTES * VOCABULARY)
 
@@ -118,8 +127,8 @@ def table(parameters: float | None = None) -> str:
     cards = ", ".join(f"{size} GB {name}" for size, name in CARDS.items())
     lines.append(
         f"Computed, not measured. Assumed: shapes like Llama's, one sequence of {TOKENS:,} tokens, "
-        "blocks recomputed in the backward pass, embedding and head in BF16, gradient release for "
-        f"FP4Adam, {RESERVED / 1e9:.1f} GB for CUDA and fragments. Bytes per weight are those of a "
-        f"weight with its states, without its gradient. Cards: {cards}."
+        "blocks recomputed in the backward pass, embedding and head in BF16, gradients released "
+        f"for everyone, {RESERVED / 1e9:.1f} GB for CUDA and fragments. Bytes per weight are those "
+        f"of a weight with its states, without its gradient. Cards: {cards}."
     )
     return "\n".join(lines)

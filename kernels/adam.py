@@ -215,18 +215,9 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
 
 @triton.jit
 def store_value(
-    ptr,
-    extra_ptr,
-    start,
-    stride,
-    mask,
-    x,
-    dither,
-    CODEC: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    ptr, extra_ptr, start, stride, mask, x, dither, CODEC: tl.constexpr, STORE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Store a float32 tile of updated values in the form that ``load_value`` reads.
 
     STORE: False stores nothing. Returns the tile that the parameter is rounded from, which is ``x``
@@ -272,30 +263,16 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
 
 @triton.jit
 def update_tile(
-    pointers,
-    start,
-    target,
-    stride,
-    mask,
-    scales,
-    scalars,
-    VARIANT: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    target_mask=None,
-    grad=None,
-    value=None,
-):
+    pointers, ahead, start, stride, mask, scales, scalars, VARIANT: tl.constexpr,
+    STORE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, master=None,
+):  # fmt: skip
     """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
-    ``stride`` apart. target: the same offset, for stores; where a pipelined loop computes both from
-    one number, the addresses wait in registers from the load to the store. target_mask: likewise
-    the same mask, for stores; None: ``mask`` is for both. grad: the gradient of the tile, if the
-    caller has loaded it. value: the value, float32, of a codec that leaves loads and stores of it
-    to the caller. scales: of the tile. scalars: from :func:`load_scalars`. start, stride and BC
-    must be multiples of 32 if a codec has scales.
+    ``stride`` apart. ahead: the same offset, for loads; where a pipelined loop computes both from
+    one number, the addresses wait in registers from the load to the store. scales: of the tile.
+    scalars: from :func:`load_scalars`. master: the value, float32, if the caller has decoded it.
+    start, stride and BC must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
     and the new moments, float32, before they are rounded.
     """
@@ -306,137 +283,87 @@ def update_tile(
     LANES: tl.constexpr = state_lanes(VARIANT)
     offs = state_offsets(stride, BR, BC, LANES)
 
-    if not starts_from_codes(VALUE):
+    value = master
+    if master is None:
         value = load_value(
-            ptr.value, ptr.value_extra, start, stride, mask, scales.value, VALUE, BR, BC
+            ptr.value, ptr.value_extra, ahead, stride, mask, scales.value, VALUE, BR, BC
         )
-    if grad is None:
-        grad = tl.load(ptr.grad + start + offs, mask)
-    grad = to_float32(grad)
-    exp_avg = load_state(ptr.exp_avg, start, stride, mask, scales.exp_avg, FIRST, BR, BC, LANES)
+    grad = to_float32(tl.load(ptr.grad + ahead + offs, mask))
+    exp_avg = load_state(ptr.exp_avg, ahead, stride, mask, scales.exp_avg, FIRST, BR, BC, LANES)
     exp_avg_sq = load_state(
-        ptr.exp_avg_sq, start, stride, mask, scales.exp_avg_sq, SECOND, BR, BC, LANES
+        ptr.exp_avg_sq, ahead, stride, mask, scales.exp_avg_sq, SECOND, BR, BC, LANES
     )
-    largest = tl.load(ptr.max_exp_avg_sq + start + offs, mask) if VARIANT.amsgrad else exp_avg_sq
+    largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else exp_avg_sq
 
     value, exp_avg, exp_avg_sq, largest = adam_tile(
         grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
     )
 
-    if target_mask is not None:
-        mask = target_mask
     # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    dither = element_hash(target, stride, scalars.dither, BR, BC, LANES)
+    dither = element_hash(start, stride, scalars.dither, BR, BC, LANES)
     value_scale = scales.value
-    if not starts_from_codes(VALUE):
+    if master is None:
         value, value_scale = store_value(
-            ptr.value, ptr.value_extra, target, stride, mask, value, dither * OF_MASTERS, VALUE,
+            ptr.value, ptr.value_extra, start, stride, mask, value, dither * OF_MASTERS, VALUE,
             STORE, BR, BC,
         )  # fmt: skip
     _, scale = store_state(
-        ptr.exp_avg, target, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
+        ptr.exp_avg, start, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
     )
     _, scale_sq = store_state(
-        ptr.exp_avg_sq, target, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
+        ptr.exp_avg_sq, start, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
         STORE, LANES,
     )  # fmt: skip
     if STORE and VARIANT.amsgrad:
-        tl.store(ptr.max_exp_avg_sq + target + offs, largest, mask)
+        tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
     return value, Scales(value_scale, scale, scale_sq), exp_avg, exp_avg_sq
 
 
 @triton.jit
-def adam_step_tile(
-    pointers,
-    start,
-    target,
-    stride,
-    mask,
-    scalars,
-    VARIANT: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    target_mask=None,
-    grad=None,
-    value_scale=None,
-):
-    """:func:`update_tile` of one tile with its scales; returns the new value.
+def step_tile(
+    pointers, ahead, start, stride, mask, scalars, VARIANT: tl.constexpr, STORE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, master=None, value_scale=None,
+):  # fmt: skip
+    """:func:`update_tile` of one tile with its scales; if VARIANT.is_updated, only its value.
 
-    If VARIANT.is_updated, it is only read. value_scale: that of the tile then, if the caller has
-    loaded it.
+    value_scale: that of the tile, if the caller has loaded it. Returns the new value; and, of a
+    decoded master, the dither of its remainder, or by which it has been rounded to codes, and int32
+    numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     if value_scale is None:
-        value_scale = load_scale(ptr.value_extra, start, stride, mask, VALUE, BR, BC)
+        value_scale = load_scale(ptr.value_extra, ahead, stride, mask, VALUE, BR, BC)
     if VARIANT.is_updated:
         value = load_value(
-            ptr.value, ptr.value_extra, start, stride, mask, value_scale, VALUE, BR, BC
+            ptr.value, ptr.value_extra, ahead, stride, mask, value_scale, VALUE, BR, BC
         )
+        dither, ratio = value, value  # Triton 3.6 takes no None in a tuple
     else:
         scales = Scales(
             value_scale,
-            load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
-            load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
+            load_scale(ptr.exp_avg_scale, ahead, stride, mask, FIRST, BR, BC),
+            load_scale(ptr.exp_avg_sq_scale, ahead, stride, mask, SECOND, BR, BC),
         )
-        value, new, _, _ = update_tile(
-            pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
-            target_mask, grad,
-        )  # fmt: skip
+        value, new, exp_avg, exp_avg_sq = update_tile(
+            pointers, ahead, start, stride, mask, scales, scalars, VARIANT, STORE, BR, BC, master
+        )
         if STORE:
-            if target_mask is not None:
-                mask = target_mask
-            store_scale(ptr.value_extra, target, stride, mask, new.value, VALUE, BR, BC)
-            store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
-            store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
-    return value
-
-
-@triton.jit
-def adam_master_tile(
-    pointers,
-    start,
-    target,
-    stride,
-    mask,
-    master,
-    scalars,
-    VARIANT: tl.constexpr,
-    STORE: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Update the moments of a tile with its master, float32, which the caller has decoded.
-
-    Arguments as for :func:`adam_step_tile`. Returns the new master, the dither of its remainder, or
-    with which it has been rounded to codes,
-    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
-    """
-    ptr = pointers
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    scales = Scales(
-        tl.zeros((BR, (BC + 31) // 32), tl.uint8),
-        load_scale(ptr.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
-        load_scale(ptr.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
-    )
-    master, new, exp_avg, exp_avg_sq = update_tile(
-        pointers, start, target, stride, mask, scales, scalars, VARIANT, STORE, BR, BC,
-        value=master,
-    )  # fmt: skip
-    if STORE:
-        store_scale(ptr.exp_avg_scale, target, stride, mask, new.exp_avg, FIRST, BR, BC)
-        store_scale(ptr.exp_avg_sq_scale, target, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
-    dither = element_hash(target, stride, scalars.dither, BR, BC, state_lanes(VARIANT)) * OF_MASTERS
-    if VARIANT.value_codec == "codes":
-        master = round_to_e4m3(master, dither)
-    # The bits of a positive float are its logarithm, nearly.
-    ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1
-    return master, dither, ratio
+            store_scale(ptr.value_extra, start, stride, mask, new.value, VALUE, BR, BC)
+            store_scale(ptr.exp_avg_scale, start, stride, mask, new.exp_avg, FIRST, BR, BC)
+            store_scale(ptr.exp_avg_sq_scale, start, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
+        dither, ratio = value, value
+        if master is not None:
+            LANES: tl.constexpr = state_lanes(VARIANT)
+            dither = element_hash(start, stride, scalars.dither, BR, BC, LANES) * OF_MASTERS
+            if VALUE == "codes":
+                value = round_to_e4m3(value, dither)
+            # The bits of a positive float are its logarithm, nearly.
+            ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1
+    return value, dither, ratio
 
 
 class StepLaunch:

@@ -28,11 +28,10 @@ from fp4adam.kernels.adam import (
     SCALARS_WIDTH,
     SIGNALS,
     Variant,
-    adam_master_tile,
-    adam_step_tile,
     load_scalars,
     state_lanes,
     state_pointers,
+    step_tile,
 )
 from fp4adam.kernels.format import Format, encode, load_masters
 from fp4adam.kernels.launch.launch import Launch
@@ -104,28 +103,10 @@ def _largest_update(row, ratio):
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _amax_preview_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    slots,
-    tile_amaxes,
-    old_amaxes,
-    amaxes,
-    exceeding,
-    tile_ratios,
-    stored_amaxes,
-    n_tiles,
-    epsilon,
-    VARIANT: tl.constexpr,
-    AGAIN: tl.constexpr,
-    F: tl.constexpr,
-    SCAN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, tile_amaxes, old_amaxes,
+    amaxes, exceeding, tile_ratios, stored_amaxes, n_tiles, epsilon, VARIANT: tl.constexpr,
+    AGAIN: tl.constexpr, F: tl.constexpr, SCAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """The largest updated magnitude in the candidate tiles of each tensor.
 
     AGAIN: read the tiles that the first preview left out and that can exceed the amax it found,
@@ -191,36 +172,35 @@ def _amax_preview_kernel(
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(table, tensor, VARIANT)
         amax = tl.zeros((BR, BC), tl.float32)
+        stored_amax = 0.0
         if COMPLETES:
-            # Parts divide every tile.
             stored_amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
             storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
-            for part in range(height // BR * (width // BC)):
-                row = first_row + part // (width // BC) * BR
-                part_col = col + part % (width // BC) * BC
-                start = tile_start(row, part_col, cols)
+        across = tl.cdiv(width, BC)
+        for part in range(tl.cdiv(height, BR) * across):
+            done, beside = part // across * BR, part % across * BC
+            row, part_col = first_row + done, col + beside
+            start = tile_start(row, part_col, cols)
+            if COMPLETES:
+                # Parts divide every tile.
+                mask = None
                 master = load_masters(
                     storage, pointers.value, start, row, part_col, 0, cols, None, stored_amax,
                     epsilon, F, BR, BC, state_lanes(VARIANT),
                 )  # fmt: skip
-                updated = adam_master_tile(
-                    pointers, start, start, cols, None, master, constants, VARIANT, False, BR, BC
-                )
-                magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
-                amax = tl.where(magnitude > amax, magnitude, amax)
-        else:
-            for done in range(0, height, BR):
-                rows_left = height - done
-                mask = (tl.arange(0, BR) < rows_left)[:, None] & (tl.arange(0, BC) < width)[None, :]
+            else:
+                down, right = done + tl.arange(0, BR), beside + tl.arange(0, BC)
+                mask = (down < height)[:, None] & (right < width)[None, :]
                 # Widths are multiples of 16, so the mask allows vector accesses.
-                mask = tl.max_constancy(mask, (1, 16))
-                start = tile_start(first_row + done, col, cols)
-                value = adam_step_tile(
-                    pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC
-                )
-                magnitude = tl.abs(round_through(value, VARIANT.write_dtype))
-                # The comparison is False for NaN, which amaxes ignore.
-                amax = tl.where(mask & (magnitude > amax), magnitude, amax)
+                mask, master = tl.max_constancy(mask, (1, 16)), None
+            updated = step_tile(
+                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, master
+            )
+            magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
+            if mask is not None:
+                magnitude = tl.where(mask, magnitude, 0.0)
+            # The comparison is False for NaN, which amaxes ignore.
+            amax = tl.where(magnitude > amax, magnitude, amax)
         # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
         # float maximum two.
         bits = tl.max(tl.max(amax, 1), 0).to(tl.int32, bitcast=True)
@@ -261,7 +241,7 @@ def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTY
     """Store what bounds this program's tile in the next preview.
 
     tile_amax: of the masters as they were quantized, with ``amax``. ratio: the largest number of
-    the tile from ``adam_master_tile``.
+    the tile from ``step_tile``.
     """
     # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight, or
     # in a block with a small scale 2.4e-8 of the tensor's. Rounding to 16 bits as in `report_amax`.
@@ -279,19 +259,9 @@ def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTY
 
 @triton.jit
 def _requantize_kernel(
-    table,
-    tiles,
-    slots,
-    amaxes,
-    exceeding,
-    n_tiles,
-    n_slots,
-    epsilon,
-    WRITE_DTYPE: tl.constexpr,
-    VALUE_CODEC: tl.constexpr,
-    F: tl.constexpr,
-    BC: tl.constexpr,
-):
+    table, tiles, slots, amaxes, exceeding, n_tiles, n_slots, epsilon, WRITE_DTYPE: tl.constexpr,
+    VALUE_CODEC: tl.constexpr, F: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Rewrite tensors that turned out to exceed the amax that they were quantized with.
 
     Grid: any. Tile: [16, BC]. slots: int32 [n_tensors], the amax slot of each tensor. amaxes:

@@ -88,22 +88,10 @@ def measure(x: Tensor, amax: Tensor) -> None:
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    amax_ptr,
-    out_ptr,
-    rows,
-    cols,
-    tiles_per_row,
-    epsilon,
-    F: tl.constexpr,
-    MASKED: tl.constexpr,
-    BR: tl.constexpr,
+    x_ptr, rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, amax_ptr, out_ptr, rows,
+    cols, tiles_per_row, epsilon, F: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize a matrix, into codes and scales, or to what these decode to.
 
     Grid: (n_tiles,). Tile: [BR, BC], whole blocks. MASKED: it may reach past an edge. amax_ptr:
@@ -242,17 +230,10 @@ def _amax_pointers(
 
 @triton.jit
 def _span_amax_kernel(
-    table,
-    tiles,
-    VALUE_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    F: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    table, tiles, VALUE_DTYPE: tl.constexpr, WRITE_DTYPE: tl.constexpr, F: tl.constexpr,
+    WHOLE: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """The amaxes of a span in one tile: of blocks, and of the tensor if scales need it.
 
     Grid: (n_tiles,). Tile: PARTS times [BR, BC] down the rows, one row of blocks. table: int64
@@ -328,18 +309,10 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
 
 @triton.jit
 def _span_codes_kernel(
-    table,
-    tiles,
-    epsilon,
-    VALUE_DTYPE: tl.constexpr,
-    WRITE_DTYPE: tl.constexpr,
-    F: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    table, tiles, epsilon, VALUE_DTYPE: tl.constexpr, WRITE_DTYPE: tl.constexpr, F: tl.constexpr,
+    WHOLE: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """The codes of a span in one tile, by known amaxes; preserves what the span does not have.
 
     Grid, tile and tables as for the amaxes. Reads the span (2 or 4 bytes per element) and amaxes,

@@ -18,28 +18,11 @@ GROUPS = 256
 
 @triton.jit
 def _dequantize_kernel(
-    data_ptr,
-    scale_ptr,
-    amax_ptr,
-    out_ptr,
-    n_groups,
-    groups_per_row,
-    cols,
-    stride_scale_row,
-    stride_scale_col,
-    stride_out_row,
-    stride_out_col,
-    rows_per_part,
-    data_gap,
-    scale_part,
-    epsilon,
-    F: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    PARTED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    N: tl.constexpr,
-):
+    data_ptr, scale_ptr, amax_ptr, out_ptr, n_groups, groups_per_row, cols, stride_scale_row,
+    stride_scale_col, stride_out_row, stride_out_col, rows_per_part, data_gap, scale_part, epsilon,
+    F: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PARTED: tl.constexpr,
+    PLAIN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Decode N groups of up to eight neighbouring codes of a row.
 
     Grid: (ceil(n_groups / N),). A thread reads a group, 4 or 8 bytes, and writes its values, 16

@@ -136,6 +136,8 @@ def _larger(x, y):
 def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
     """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
     if not KEEPS_NAN:
+        if not is_compiled():
+            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
         amax = tl.max(tl.abs(x), AXIS)
         amax = tl.where(amax == amax, amax, 0.0)
     elif is_compiled():
@@ -286,15 +288,9 @@ def code_values(code, CODE: tl.constexpr):
 
 @triton.jit
 def encode_blocks(
-    x,
-    amax,
-    tensor_amax,
-    epsilon,
-    F: tl.constexpr,
-    FORM: tl.constexpr,
-    VALUES: tl.constexpr,
+    x, amax, tensor_amax, epsilon, F: tl.constexpr, FORM: tl.constexpr, VALUES: tl.constexpr,
     HARDWARE: tl.constexpr,
-):
+):  # fmt: skip
     """Encode a float32 part [BR, BC] in blocks of one form.
 
     amax: of the blocks; None to measure them. VALUES: whether the values of codes are wanted.
@@ -315,15 +311,9 @@ def encode_blocks(
 
 @triton.jit
 def encode(
-    x,
-    row_amax,
-    column_amax,
-    tensor_amax,
-    epsilon,
-    F: tl.constexpr,
-    VALUES: tl.constexpr,
+    x, row_amax, column_amax, tensor_amax, epsilon, F: tl.constexpr, VALUES: tl.constexpr,
     WORDS: tl.constexpr = True,
-):
+):  # fmt: skip
     """Encode a float32 part [BR, BC] in all directions. Returns a :class:`Part`, and the values.
 
     row_amax, column_amax: of blocks in either direction; None to measure them. VALUES: whether the
@@ -413,21 +403,9 @@ def load_row_scales(
 
 @triton.jit
 def load_masters(
-    storage,
-    remainders,
-    start,
-    row,
-    col,
-    rows,
-    cols,
-    mask,
-    tensor_amax,
-    epsilon,
-    F: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    storage, remainders, start, row, col, rows, cols, mask, tensor_amax, epsilon, F: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
     remainders: pointer, read at ``start``; None for none. tensor_amax: of the stored codes. LANES:

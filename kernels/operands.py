@@ -51,15 +51,8 @@ def _load_padded_rows(x_ptr, row, col, x_rows, cols, PADDED: tl.constexpr):
 
 @triton.jit
 def _quantize_rows(
-    x,
-    rowwise_data,
-    row,
-    col,
-    cols,
-    epsilon,
-    LARGEST: tl.constexpr,
-    POW_2: tl.constexpr,
-):
+    x, rowwise_data, row, col, cols, epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr,
+):  # fmt: skip
     """Store the rowwise codes of a tile by :func:`load_rows`; returns its encode scales [32]."""
     scale = float32_scale(tl.max(tl.abs(x), 1), epsilon, LARGEST, POW_2)
     store_rows(x * scale[:, None], rowwise_data, row, col, cols, None)
@@ -68,21 +61,10 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_vectors_kernel(
-    x_ptr,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    x_rows,
-    rows,
-    cols,
-    epsilon,
-    LARGEST: tl.constexpr,
-    POW_2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    x_ptr, rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, x_rows, rows, cols,
+    epsilon, LARGEST: tl.constexpr, POW_2: tl.constexpr, ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Quantize x [x_rows, cols], padded with zeros to ``rows`` rows, with a scale per 128 elements.
 
     Grid: (rows / 128 * cols / 128,). Tile: [128, 128], which divides rows and cols. Reads x (2 or 4

@@ -15,12 +15,11 @@ from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
     Variant,
-    adam_master_tile,
-    adam_step_tile,
     lanes_of_states,
     load_scalars,
     state_lanes,
     state_pointers,
+    step_tile,
 )
 from fp4adam.kernels.amax_preview import (
     PreviewedLaunch,
@@ -152,31 +151,40 @@ def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
     return row, col
 
 
+@triton.jit
+def _encode_held(
+    kept, held, i, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Encode part ``i`` of the held values, and store its scales; the kept parts with it."""
+    first_row, first_col, rows, cols, amax, epsilon, storage, remainders, constants = given
+    SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
+    value = extract_tile(held, i).to(tl.float32, bitcast=True)
+    x = round_through(value, VARIANT.write_dtype)
+    part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+    if SPLITS:
+        LANES: tl.constexpr = state_lanes(VARIANT)
+        start = tile_start(row, col, cols)
+        mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
+        dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+        remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
+        store_remainder(remainders, start, cols, mask, remainder, BR, BC, LANES)
+    if i == 0 or not F.square:
+        store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
+    if i == 0:
+        scale = part.column_scale
+        store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
+    return keep(kept, part, i, F)
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    scalars,
-    tiles,
-    slots,
-    amaxes,
-    next_amaxes,
-    tile_amaxes,
-    exceeding,
-    tile_ratios,
-    stored_amaxes,
-    epsilon,
-    VARIANT: tl.constexpr,
-    F: tl.constexpr,
-    MASKED: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
+    tile_amaxes, exceeding, tile_ratios, stored_amaxes, epsilon, VARIANT: tl.constexpr,
+    F: tl.constexpr, MASKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
@@ -246,30 +254,28 @@ def step_kernel(
         states.value_extra, first, BR * cols if DOWN else BC, cols, VALUE, min(PARTS, 4), BR, BC
     )
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
-    for i in tl.range(0, PARTS, num_stages=STAGES):
+    # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
+    UNROLL: tl.constexpr = PARTS if HOLDS and not FROM_CODES and not MASKED else 1
+    for i in tl.range(0, PARTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         ahead_row, ahead_col = _part_at(first_row, first_col, i, DOWN, BR, BC)
         row, col = _part_at(first_row, first_col, number, DOWN, BR, BC)
         ahead, start = tile_start(ahead_row, ahead_col, cols), tile_start(row, col, cols)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        dither = None
+        master, value_scale = None, None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
-            value = load_masters(
+            master = load_masters(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
                 BC, LANES,
             )  # fmt: skip
-            value, dither, new_ratio = adam_master_tile(
-                states, ahead, start, cols, mask, value, constants, VARIANT, True, BR, BC
-            )
-            if PREVIEWS:
-                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
-                ratio = tl.maximum(ratio, new_ratio)
-        else:
+        if PARTS <= 4:
             value_scale = ((value_scales >> (8 * i)) & 0xFF).to(tl.uint8)
-            value = adam_step_tile(
-                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC,
-                value_scale=value_scale if PARTS <= 4 else None,
-            )  # fmt: skip
+        value, dither, new_ratio = step_tile(
+            states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master, value_scale
+        )
+        if PREVIEWS and SPLITS:
+            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+            ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
         if HOLDS:
@@ -296,23 +302,17 @@ def step_kernel(
         column_amax = tl.max(tl.max(block, 0), 0)[None, :]
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
-        for i in tl.static_range(PARTS):
-            row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
-            value = extract_tile(held, i).to(tl.float32, bitcast=True)
-            x = round_through(value, VARIANT.write_dtype)
-            part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
-            if SPLITS:
-                start = tile_start(row, col, cols)
-                mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-                dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
-                remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
-                store_remainder(states.value, start, cols, mask, remainder, BR, BC, LANES)
-            if i == 0 or not F.square:
-                store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-            if i == 0:
-                scale = part.column_scale
-                store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
-            kept = keep(kept, part, i, F)
+        given = first_row, first_col, rows, cols, amax, epsilon, storage, states.value, constants
+        if MASKED:
+            for i in range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
+                )
+        else:
+            for i in tl.static_range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
+                )
     part = joined(kept, DOWN)
     mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
     if F.scale == "float32":
@@ -335,16 +335,9 @@ def step_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _delayed_amax_kernel(
-    grad_scale_ptr,
-    clip_ptr,
-    found_inf_ptr,
-    table,
-    stored_amaxes,
-    factor,
-    IS_MAX: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, stored_amaxes, factor, IS_MAX: tl.constexpr,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Take the amax of each tensor from its history, and make room there for the next one.
 
     Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
@@ -396,6 +389,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     scaled = has_scales(*codecs) or variant.is_updated
     encodes = are_narrow(*codecs) and not has_scales(*codecs)
     has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
+    # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
+    is_roomy = sm == 90 or not has_lanes
     completes = starts_from_codes(codecs[0])
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
@@ -403,10 +398,10 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         warps, stages = 4, 3
         if F.square:
             # With two warps, more elements per thread repeat less of what a block has in common.
-            warps = 2 if has_lanes or variant.is_updated else 4
+            warps = 2 if is_roomy and (has_lanes or variant.is_updated) else 4
             stages = 3 if has_lanes else 4
         elif has_lanes:
-            warps = 2
+            warps = 2 if is_roomy else 4
         elif encodes:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
@@ -414,6 +409,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168
+        elif registers is None and sm != 90:
+            registers = 168  # for sm_120 ptxas aims for 128 and spills
         return Form(64, 64, 16, 64, warps, stages, registers), small
     if F.scale == "e8m0":
         edge = Form(32, 32, 32, 32, 4, 1, 128)
@@ -428,8 +425,10 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         if variant.is_updated:
             return Form(128, 128, 128, 128, 8, 1, 255), masked
         if are_narrow(*codecs):
-            return Form(128, 128, 32, 128, 8, 1, 255), masked
-        return Form(128, 128, 16, 128, 16, 2, 128), masked
+            # Without masters the dither of codes takes registers too.
+            part = 32 if is_roomy and codecs[0] != "codes" else 16
+            return Form(128, 128, part, 128, 8, 1, 255), masked
+        return Form(128, 128, 32, 128, 16, 1, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
 

@@ -44,16 +44,8 @@ def power(base, exponent):
 
 @triton.jit(do_not_specialize_on_alignment=("found_inf_ptr",))
 def _step_scalars_kernel(
-    found_inf_ptr,
-    table,
-    hyper,
-    groups,
-    first_elements,
-    steps,
-    scalars,
-    n,
-    BLOCK: tl.constexpr,
-):
+    found_inf_ptr, table, hyper, groups, first_elements, steps, scalars, n, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Counts the step of each tensor that takes part, and writes its row of scalars.
 
     Grid: (ceil(n / BLOCK),). Tile: BLOCK tensors. found_inf_ptr: float32 [1]; if it is not 0, no

@@ -21,17 +21,8 @@ def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: 
 
 @triton.jit
 def store_codes(
-    part,
-    row,
-    col,
-    rows,
-    cols,
-    mask,
-    storage,
-    F: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-):
+    part, row, col, rows, cols, mask, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
     """Store the codes of a tile [TR, TC] at (row, col).
 
     storage: pointers to uint32; or to uint8, which may be unaligned. mask: bool [TR, TC], of the
@@ -160,18 +151,9 @@ def _for_rows(scale, F: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    part,
-    row,
-    col,
-    rows,
-    cols,
-    mask,
-    storage,
-    gemm_scales,
-    F: tl.constexpr,
-    TR: tl.constexpr,
+    part, row, col, rows, cols, mask, storage, gemm_scales, F: tl.constexpr, TR: tl.constexpr,
     TC: tl.constexpr,
-):
+):  # fmt: skip
     """Store codes and scales of a tile [TR, TC]; arguments as for :func:`store_codes`."""
     store_codes(part, row, col, rows, cols, mask, storage, F, TR, TC)
     store_row_scales(part.row_scale, row, col, rows, cols, storage, F, TR, TC)

@@ -26,7 +26,6 @@ from fp4adam.checkpoints.trained import (
 from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import fused_layer
 from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.optim.parameter import written_value
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -182,7 +181,7 @@ def export_masters(
             if master is not None:
                 source = master
             elif isinstance(own, QuantizedTensor):
-                value = written_value(own)
+                value = own.written_value()
                 value = own.dequantize(torch.float32) if value is None else value.view(own.shape)
                 source = like(weight, value)
             else:

@@ -41,22 +41,20 @@ def import_checkpoint(
     """Take over a quantized checkpoint: its codes and scales become parameters to train.
 
     Reads the layouts that :func:`fp4adam.export_checkpoint` writes, also from other programs.
-    Linear layers that are quantized in the checkpoint get quantized weights with the same bytes and
-    the nominal dtype of the old weight; all other parameters stay and get the values. So do stacks
-    of experts, from weights of one expert each, under the names that exports have for them; those
-    in NVFP4 have to share their tensor scale. Masters start from the decoded values. Scales of
-    activations and of the KV cache are left out, and so are entries that hooks add to the model's
-    state dict.
+    Linear layers and stacks of experts that are quantized in the checkpoint get quantized weights
+    with the same bytes and the nominal dtype of the old weight; all other parameters get the
+    values. NVFP4 experts of one stack have to share their tensor scale. Masters start from the
+    decoded values. Scales of activations and of the KV cache are left out, and so are entries that
+    hooks add to the model's state dict.
 
     The folder is not trusted: files are opened in it alone, apart from the cache of the Hugging
     Face hub, whose links lead to its ``blobs``. Names, shapes and dtypes are compared with the
     model before a tensor is read. Code that ``config.json`` names is not run.
 
-    A model on the meta device gets its weights tensor by tensor: the model in high precision
-    never exists: its memory is that of the quantized model and one tensor more. For
-    ``fully_shard``, import with ``device="meta"`` first, which makes quantized weights without
-    values; shard, call ``model.to_empty(device=...)``, and import again. Each rank then keeps its
-    shards of one tensor after the other.
+    A model on the meta device gets its weights tensor by tensor: its memory is that of the
+    quantized model and one tensor more. For ``fully_shard``, import with ``device="meta"`` first,
+    which makes quantized weights without values; shard, call ``model.to_empty(device=...)``, and
+    import again. Each rank then keeps its shards of one tensor after the other.
 
     Args:
         model: A model with the names of the checkpoint, compiled or not. Parameters stay the same
@@ -138,7 +136,7 @@ class _Import:
         self._check_names()
         for layer in self.layers:
             check_dtype(f"weight of layer {layer!r}", self.weight(layer).dtype)
-            self.encoding.check(layer, self._shape_and_dtype, self.shape(layer))
+            self.encoding.check(layer, self.files.shape_and_dtype, self.shape(layer))
         for name in self.plain:
             self._check_plain(name)
         self.quantizer = self._quantizer(quantizer)
@@ -276,12 +274,9 @@ class _Import:
                     "quantized in the checkpoint; untie them"
                 )
 
-    def _shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
-        return self.files.shape(name), self.files.dtype(name)
-
     def _check_plain(self, name: str) -> None:
         """Raise unless a tensor that is not quantized has the shape and dtype of the model's."""
-        old, (shape, dtype) = self.state[name], self._shape_and_dtype(name)
+        old, (shape, dtype) = self.state[name], self.files.shape_and_dtype(name)
         expected = tuple(old.shape)
         if self.files.is_stack(name):
             expected = flat_shape(expected)
@@ -402,7 +397,7 @@ def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.devi
 
 
 def encoding_of(files: CheckpointReader) -> Encoding:
-    """The encoding of the layout that config.json names which fits the tensors."""
+    """Of the layout that config.json names, the encoding that fits the tensors."""
     config = files.config.get("quantization_config")
     if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
         config = {"quant_method": "modelopt"}

@@ -2,8 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,24 +86,24 @@ class NamedTensors:
         """True if a tensor is put together from those of experts."""
         return len(self._parts[name]) > 1
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it.
-
-        Raises:
-            ValueError: If the tensors of experts have different shapes.
-        """
-        shape = self._only(name, "shape", self._files.shape)
-        if name in self._whole_stacks:
-            return shape[0] * shape[1], math.prod(shape[2:])
-        return (shape[0] * len(self._parts[name]), *shape[1:]) if len(shape) > 1 else shape
-
-    def dtype(self, name: str) -> torch.dtype | str:
-        """The dtype of a tensor, without reading it; its name in the file if torch has none.
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
+        """Those of a tensor, without reading it; of the dtype its name if torch has none.
 
         Raises:
             ValueError: If the tensors of experts have different ones.
         """
-        return self._only(name, "dtype", self._files.dtype)
+        first, *others = ((self._files.shape(x), self._files.dtype(x)) for x in self._parts[name])
+        if different := [other for other in others if other != first]:
+            raise ValueError(
+                f"tensors of experts must have one shape and dtype to be stacked, got {first} and "
+                f"{different[0]} in {name!r}; the checkpoint is damaged"
+            )
+        shape, dtype = first
+        if name in self._whole_stacks:
+            shape = shape[0] * shape[1], math.prod(shape[2:])
+        elif len(shape) > 1:
+            shape = shape[0] * len(self._parts[name]), *shape[1:]
+        return shape, dtype
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A tensor on ``device``.
@@ -127,14 +125,4 @@ class NamedTensors:
                     f"{part!r}; build a model with one nn.Linear per expert and projection, or "
                     "load the checkpoint decoded and call quantize_model, which rounds it again"
                 )
-        return first
-
-    def _only(self, name: str, what: str, read: Callable[[str], Any]) -> Any:
-        """What all tensors that make up one have."""
-        first, *others = (read(part) for part in self._parts[name])
-        if different := [other for other in others if other != first]:
-            raise ValueError(
-                f"tensors of experts must have one {what} to be stacked, got {first} and "
-                f"{different[0]} in {name!r}; the checkpoint is damaged"
-            )
         return first

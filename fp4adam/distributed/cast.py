@@ -129,12 +129,7 @@ class PartialCast(SpanCast):
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        for name, given in (("starts", starts), ("sizes", sizes), ("dtypes", dtypes)):
-            if len(given) != len(weights):
-                raise ValueError(
-                    f"{name} must have one entry per weight, {len(weights)}, got {len(given)}; "
-                    "pass a size of 0 for a weight without a shard"
-                )
+        check_lengths(len(weights), starts=starts, sizes=sizes, dtypes=dtypes)
         check_weights(weights)
         spans = []
         for i, (weight, start, size, dtype) in enumerate(
@@ -188,11 +183,7 @@ class PartialCast(SpanCast):
 
     def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
         """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""
-        if len(values) != len(self._spans):
-            raise ValueError(
-                f"{name} must have one entry per weight, {len(self._spans)}, got {len(values)}; "
-                "pass None for a weight without a shard"
-            )
+        check_lengths(len(self._spans), **{name: values})
         for i, (one, value) in enumerate(zip(self._spans, values, strict=True)):
             size = one.span.numel
             if value is None and not size:
@@ -213,11 +204,7 @@ class PartialCast(SpanCast):
 
     def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
         """Raise ValueError unless ``outs`` fit the shards; ``name`` is for the error."""
-        if len(outs) != len(self._spans):
-            raise ValueError(
-                f"{name} must have one entry per weight, {len(self._spans)}, got {len(outs)}; "
-                "pass None to write codes to the weight itself"
-            )
+        check_lengths(len(self._spans), **{name: outs})
         for i, (one, out) in enumerate(zip(self._spans, outs, strict=True)):
             if out is None:
                 continue
@@ -241,6 +228,16 @@ class PartialCast(SpanCast):
                         f"{one.span.stop}), got {_describe(part)}; slice the flat codes at the "
                         "bytes of these elements"
                     )
+
+
+def check_lengths(n: int, **lists: Sequence) -> None:
+    """Raise ValueError unless all lists have ``n`` entries."""
+    for name, given in lists.items():
+        if len(given) != n:
+            raise ValueError(
+                f"{name} must have one entry per weight, {n}, got {len(given)}; pass None, or a "
+                "size of 0, for a weight that this rank has no part of"
+            )
 
 
 def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> None:
@@ -352,7 +349,7 @@ def cast(
             found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
             amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
         for i, value in zip(members, rounded, strict=True):
-            tensors[i]._write(value, amax=amax)
+            tensors[i]._write(value, amax=amax, by_step=True)
     for members in shards.values():
         one = LocalCast([tensors[i] for i in members], [dtypes[i] for i in members])
         given = [values[i].contiguous() for i in members]

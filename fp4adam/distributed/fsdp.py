@@ -94,8 +94,9 @@ def pre_all_gather(
 def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
     shared = shard._shared
     spec = shared.global_spec
-    if shared.unsettled and spec is not None and spec.shares_scales:
-        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)))
+    if shared.unsettled and spec is not None:
+        shares = spec.shares_scales
+        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)) if shares else ())
     return shared
 
 
@@ -205,6 +206,7 @@ def _pack(
     A shard that begins within a block stores its first row behind the block's other rows. So a gap
     before the codes makes up for the ranks' different first rows; scales come before it.
     """
+    shard._keep_left()
     inner, spec = shard._shared.tensors.existing(), _global_spec(shard)
     furthest = _furthest_first_row(spec, n_shards)
     starts, entry_starts, size, gathered = {}, {}, 0, 0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -33,26 +34,27 @@ def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
 
 
 def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
-    """Quantize pending writes to a shard that shares scales; every rank has to call it.
+    """Quantize pending writes to a shard; every rank that it shares scales with has to call it.
 
-    If only other ranks have written, this rank quantizes its old value again.
+    If only other ranks have written, this rank quantizes again what its masters start from.
     """
     shared = shard._shared
     if not shared.unsettled:
         return
-    written = shared.pending
+    is_written = shared.pending is not None
     # A write may have happened on some ranks only, without the others knowing.
-    number = float(written is not None)
-    is_written = torch.full((1,), number, dtype=torch.float32, device=infos[0].device)
-    for group in groups_of(infos):
-        dist.all_reduce(is_written, dist.ReduceOp.MAX, group)
-    if is_written.item():
-        value = shard._read(torch.float32) if written is None else written
+    for info in infos:
+        number = torch.full((1,), float(is_written), device=info.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, info.group)
+        is_written = bool(number.item())
+    if is_written:
+        value = shard.written_value()
+        value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
+        if shared.init_val is not None or shared.has_optimizer:
+            # The master weight must start from what has been quantized.
+            shared.init_val = value
     shared.unsettled = False
-    if written is not None and shared.init_val is not None:
-        # The master weight must start from the written value.
-        shared.init_val = written.view(shard.shape)
 
 
 def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
@@ -63,14 +65,11 @@ def sharded_weights(params: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def settle_written(sharded: Iterable[Tensor]) -> None:
-    """Quantize what has been written to shards that share scales; every rank has to call it.
-
-    Master weights then start from the rounded value, as those of whole weights do.
-    """
+    """Quantize what has been written to shards; every rank has to call it."""
     for param in sharded:
         shard = param._local_tensor
-        if shard._shared.unsettled and (infos := ShardInfo.of(param)):
-            settle_shard(shard, infos)
+        if shard._shared.unsettled:
+            settle_shard(shard, ShardInfo.of(param))
 
 
 @torch.no_grad()
@@ -90,32 +89,29 @@ def check_shards(model: nn.Module) -> None:
             continue
         shard = param._local_tensor
         settle_shard(shard, infos)
-        tensors = shard._shared.tensors
+        layout, tensors = shard.quantizer.layout, shard._shared.tensors
         grids = [
             getattr(tensors, name).float()
-            for name, rows in shard.quantizer.layout.rows_per_entry.items()
-            if rows == shard.quantizer.layout.block and name.endswith("_scale_inv")
+            for name, rows in layout.rows_per_entry.items()
+            if rows == layout.block and name.endswith("_scale_inv")
         ]
-        problem = "others on another rank"
+        amax = tensors.amax
         differs = torch.zeros(1, device=infos[0].device)
-        for info in infos:
-            found = []
-            for sign in (1, -1):
-                amax = tensors.amax
-                if amax is not None:
-                    # A rank without rows does not count: nothing reads its scales.
-                    amax = amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
-                signed = [grid * sign for grid in grids]
-                exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
-                exchange = AmaxExchange(info.group, info.device, [(info, exchanged)])
-                found.append(exchange.largest() * sign)
-            if not torch.equal(*found):
-                problem = f"up to {found[0].max().item()} and down to {found[1].min().item()}"
+        for info, sign in product(infos, (1, -1)):
+            if amax is not None:
+                # A rank without rows does not count: nothing reads its scales.
+                amax = tensors.amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
+            signed = [grid * sign for grid in grids]
+            exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
+            found = AmaxExchange(info.group, info.device, [(info, exchanged)]).largest() * sign
+            if sign == 1:
+                largest = found
+            elif not torch.equal(largest, found):
                 differs.fill_(1)
         for group in groups_of(infos):
             dist.all_reduce(differs, dist.ReduceOp.MAX, group)
         if differs:
             raise RuntimeError(
-                f"shards of parameter {name!r} must have the same scales on all ranks, got "
-                f"{problem}; write to sharded weights on every rank, as load_state_dict does"
+                f"shards of parameter {name!r} must have the same scales on all ranks, got others "
+                "on another rank; write to sharded weights on every rank, as load_state_dict does"
             )

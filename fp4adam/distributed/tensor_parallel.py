@@ -82,8 +82,7 @@ def gather_whole(weight: Tensor) -> QuantizedTensor:
         NotImplementedError: As :meth:`ShardInfo.of`.
     """
     infos, part = ShardInfo.of(weight), weight._local_tensor.detach()
-    if infos:
-        settle_shard(part, infos)
+    settle_shard(part, infos)
     mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part._shared.global_spec
     is_parallel = spec is not None and spec.is_parallel
     for dim in sharded[:-1] if is_parallel else sharded:

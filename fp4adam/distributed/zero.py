@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.distributed.cast import PartialCast, check_weights
+from fp4adam.distributed.cast import PartialCast, check_lengths, check_weights
 from fp4adam.distributed.cast_span import Out
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
@@ -114,16 +114,10 @@ def _plan_for(
     outs: Sequence[Out] | None,
 ) -> _Plan:
     """The checked arguments of :func:`quantize_master_weights`, and the cast for them."""
-    for name, given in (
-        ("master_weights", master_weights),
-        ("start_offsets", start_offsets),
-        ("fsdp_shard_model_weights", outs),
-    ):
-        if given is not None and len(given) != len(model_weights):
-            raise ValueError(
-                f"{name} must have one entry per model weight, {len(model_weights)}, got "
-                f"{len(given)}; pass None where this rank has no slice"
-            )
+    lists = dict(master_weights=master_weights, start_offsets=start_offsets)
+    if outs is not None:
+        lists["fsdp_shard_model_weights"] = outs = [*map(_codes, outs)]
+    check_lengths(len(model_weights), **lists)
     tensors, borrowed = _quantized(model_weights)
     check_weights(tensors, "model_weights")
     parts = [*map(_part, range(len(tensors)), master_weights, start_offsets)]
@@ -137,7 +131,6 @@ def _plan_for(
         cast = PartialCast(tensors, starts, sizes, dtypes)
         plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]), [], None)
     plan.cast.check_values(values, "master_weights")
-    outs = None if outs is None else [*map(_codes, outs)]
     if outs is not None:
         plan.cast.check_outs(outs, "fsdp_shard_model_weights")
     return plan._replace(values=values, outs=outs)
@@ -221,15 +214,10 @@ def _part(i: int, master: Tensor | None, start: int | None) -> tuple[Tensor | No
     """A slice of a flattened master, and the index of its first element."""
     if master is None:
         return None, 0
-    if not isinstance(master, Tensor):
+    if not isinstance(master, Tensor) or start is None:
         raise ValueError(
-            f"master_weights[{i}] must be a tensor or None, got a {type(master).__name__}; pass "
-            "None where this rank has no slice"
-        )
-    if start is None:
-        raise ValueError(
-            f"start_offsets[{i}] must be given where master_weights[{i}] is, got None; pass None "
-            "for both where this rank has no slice"
+            f"master_weights[{i}] must be a tensor with a start_offsets[{i}], got a "
+            f"{type(master).__name__} and {start}; pass None for both without a slice"
         )
     return master.view(-1) if master.is_contiguous() else master, start
 

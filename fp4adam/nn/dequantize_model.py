@@ -1,9 +1,15 @@
-"""Turning quantized weights of a model back into plain parameters."""
+"""Turning quantized weights of a model back into plain parameters.
+
+Averages are kept in high precision: a moving average changes by less than half a step between
+codes, so one in codes would stand still. ``AveragedModel`` copies the model; its copy is decoded.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.optim.swa_utils import AveragedModel
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import check_module
@@ -68,11 +74,11 @@ def dequantize_model(model: Model, filter: Callable[[nn.Module, str], bool] | No
                 "one of them left out; select all or none"
             )
     check_no_replica(model.modules(), [*places])
-    make_plain(places)
+    _make_plain(places)
     return model
 
 
-def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+def _make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
     """Put decoded parameters in the places, module and name, of quantized ones."""
     plain = [
         nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
@@ -83,3 +89,17 @@ def make_plain(places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
         for successor, users in zip(plain, places.values(), strict=True)
         for module, key in users
     )
+
+
+def _decode_copy(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if not (isinstance(module, AveragedModel) and name == "module" and child is not None):
+        return
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in child.modules():
+        for key, param in part.named_parameters(recurse=False):
+            if isinstance(param, QuantizedTensor) and not is_dtensor(param):
+                places.setdefault(param, []).append((part, key))
+    _make_plain(places)
+
+
+nn_module.register_module_module_registration_hook(_decode_copy)

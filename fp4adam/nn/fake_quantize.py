@@ -7,32 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats.float8 import Float8Quantizer
-from fp4adam.formats.float8_block import Float8BlockQuantizer
-from fp4adam.formats.mxfp8 import MXFP8Quantizer
-from fp4adam.formats.nvfp4 import NVFP4Quantizer
+from fp4adam.tensors import minifloat
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
-# The quantizers of activations, with blocks along the last dimension.
-ACTIVATIONS: dict[str, Quantizer] = {
-    quantizer.name: quantizer
-    for quantizer in (
-        NVFP4Quantizer(columnwise=False, two_dimensional=False),
-        MXFP8Quantizer(columnwise=False),
-        Float8BlockQuantizer(columnwise=False, two_dimensional=False),
-        Float8Quantizer(columnwise=False),
-    )
-}
+# Formats of activations, by the names of their quantizers.
+FORMATS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "float8_block": "Float8Block", "float8": "Float8"}
 
 
 def check_fake_quantizes(quantizer: Quantizer) -> None:
     """Raise ValueError unless activations can be quantized for weights of this format."""
     # A format of one's own may encode in another way.
-    if not (quantizer.has_kernels and quantizer.name in ACTIVATIONS):
+    if not (quantizer.has_kernels and quantizer.name in FORMATS):
         raise ValueError(
-            f'activations="fake" must have weights in one of {", ".join(ACTIVATIONS)}, got '
+            f'activations="fake" must have weights in one of {", ".join(FORMATS.values())}, got '
             f"{quantizer}; quantize the weights alone"
         )
 
@@ -56,42 +45,34 @@ class _FakeQuantize(torch.autograd.Function):
     # One function, because autograd inspects the signature at every call of two.
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
-        run = _fake_quantize if runs_eagerly(x) else _fake_quantize_op
-        rule = quantizer.layout.scale_rule
         matrix = x.detach().reshape(flat_shape(x.shape)).contiguous()
-        made = run(matrix, quantizer.name, rule.force_pow_2_scales, rule.amax_epsilon)
-        return made.view(x.shape)
+        if not x.numel():
+            return torch.empty_like(x)
+        if runs_eagerly(x) and quantizer.uses_kernels(x.device):
+            from fp4adam.kernels import cast
+
+            if quantizer.layout.is_square and quantizer.layout.scale_type is not None:
+                quantizer = dataclasses.replace(quantizer, two_dimensional=False)
+            return cast.fake_quantize(matrix, quantizer.layout).view(x.shape)
+        return _rounded(matrix, quantizer).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def _fake_quantize(
-    x: Tensor, weight_format: str, force_pow_2_scales: bool, amax_epsilon: float
-) -> Tensor:
-    if not x.numel():
-        return torch.empty_like(x)
-    quantizer = ACTIVATIONS[weight_format]
-    if quantizer.layout.scale_rule[:2] != (force_pow_2_scales, amax_epsilon):
-        options = dict(force_pow_2_scales=force_pow_2_scales, amax_epsilon=amax_epsilon)
-        quantizer = dataclasses.replace(quantizer, **options)
-    if quantizer.uses_kernels(x.device):
-        from fp4adam.kernels import cast
-
-        return cast.fake_quantize(x, quantizer.layout)
-    rows = x.shape[0]
-    # Rows of zeros change no scale.
-    missing = -rows % quantizer.layout.multiple
-    padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-    return quantizer.quantize(padded).dequantize(x.dtype)[:rows]
-
-
-_fake_quantize_op = torch.library.custom_op("fp4adam::fake_quantize", mutates_args=())(
-    _fake_quantize
-)
-
-
-@_fake_quantize_op.register_fake
-def _(x: Tensor, weight_format: str, force_pow_2_scales: bool, amax_epsilon: float) -> Tensor:
-    return torch.empty_like(x)
+def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """The kernel's values in plain operators, which ``torch.compile`` fuses."""
+    layout, cols = quantizer.layout, x.shape[1]
+    kind = minifloat.CODE_TYPES[layout.code_type]
+    has_blocks = layout.scale_type is not None
+    size = layout.block if has_blocks else cols
+    blocks = F.pad(x.float(), (0, -cols % size)).unflatten(1, (-1, size))
+    amaxes = minifloat.amax(blocks, (2,), layout.shows_nan_by_scales)
+    amax = minifloat.amax(blocks, (0, 1, 2)).view(1) if layout.tensor_scale else None
+    scales, factors = quantizer.encode(amaxes, amax, x.dtype)
+    decoding = quantizer.decode(scales, amax)
+    if has_blocks:
+        factors, decoding = factors.unsqueeze(2), decoding.unsqueeze(2)
+    values = kind.decode(kind.pack(kind.encode(blocks * factors)))
+    return (values * decoding).flatten(1)[:, :cols].to(x.dtype)

@@ -21,52 +21,23 @@ from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implem
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """y = x W^T + b with W dequantized to the dtype of x, once forward and once backward.
+    """y = x W^T + b with W dequantized to the dtype of x, or with quantized operands.
 
-    Only the quantized weight is kept for the backward pass: the dequantized one lives as long as
-    the matmul that reads it.
+    What is kept for the backward pass is the quantized weight, and x or, if the gradient of the
+    weight is a product of codes, the codes of x. A dequantized weight lives as long as the matmul
+    that reads it.
     """
 
     # One function, because autograd inspects the signature at every call of two.
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
-        ctx.weight_dtype = weight.dtype
-        return F.linear(x, weight._read(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            # Without a dependence on grad, torch.compile would take the dequantized weight of the
-            # forward pass and keep it until here.
-            read = Dequantize.apply if torch.is_grad_enabled() else QuantizedTensor._read
-            grad_x = grad @ read(weight, grad.dtype, grad)
-        rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias
-
-
-class _ScaledLinear(torch.autograd.Function):
-    """y = x W^T + b with quantized activations, gradients or both.
-
-    The backward pass keeps the codes of x if the gradient of the weight is computed from them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         quantizer = weight.quantizer
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
-        ctx.native = runs_natively(quantizer, x.device)
+        ctx.is_scaled = has_quantized_operands(quantizer)
+        ctx.native = ctx.is_scaled and runs_natively(quantizer, x.device)
         ctx.weight_of_codes = weight_needs_grad and has_weight_gradient(quantizer)
-        activations = quantizer.operands.activations
-        rows = columns = None
-        if activations:
+        columns = None
+        if quantizer.operands.activations:
             tokens = x.reshape(-1, x.shape[-1])
             rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = weight_operand(weight, "rowwise")
@@ -83,31 +54,41 @@ class _ScaledLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, scales, amax, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        row_codes = ctx.needs_input_grad[0] and ctx.quantizer.operands.gradients
-        grad_x = grad_weight = grad_bias = along = across = None
-        if row_codes or ctx.weight_of_codes:
-            wanted = row_codes, ctx.weight_of_codes
-            along, across = quantize(rows, ctx.quantizer, *wanted, is_gradient=True)
-        if row_codes:
-            of_weight = weight_operand(weight, "columnwise")
-            grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype, ctx.native)
-            grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
-        elif ctx.needs_input_grad[0]:
-            grad_x = grad @ weight._read(grad.dtype, grad)
-        if ctx.weight_of_codes:
-            of_x = Operand(x, scales, amax)
-            grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype, ctx.native)
-        elif ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias
+        return (_scaled_backward if ctx.is_scaled else _backward)(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, scales, amax, weight = ctx.saved_tensors
+    rows = grad.reshape(-1, grad.shape[-1])
+    row_codes = ctx.needs_input_grad[0] and ctx.quantizer.operands.gradients
+    grad_x = grad_weight = grad_bias = along = across = None
+    if row_codes or ctx.weight_of_codes:
+        wanted = row_codes, ctx.weight_of_codes
+        along, across = quantize(rows, ctx.quantizer, *wanted, is_gradient=True)
+    if row_codes:
+        of_weight = weight_operand(weight, "columnwise")
+        grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype, ctx.native)
+        grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
+    elif ctx.needs_input_grad[0]:
+        # Without a dependence on grad, torch.compile would take the dequantized weight of the
+        # forward pass and keep it until here.
+        read = Dequantize.apply if torch.is_grad_enabled() else QuantizedTensor._read
+        grad_x = grad @ read(weight, grad.dtype, grad)
+    if ctx.weight_of_codes:
+        of_x = Operand(x, scales, amax)
+        grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype, ctx.native)
+    elif ctx.needs_input_grad[1]:
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(ctx.weight_dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = rows.sum(0)
+    return grad_x, grad_weight, grad_bias
+
+
+# Rounding has no derivative.
+_scaled_backward = once_differentiable(_backward)
 
 
 @implements_function(F.linear)
@@ -164,7 +145,6 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
                 f"input must be [..., {weight.shape[1]}] for a weight {tuple(weight.shape)}, got "
                 f"{tuple(input.shape)}; it is to end with in_features"
             )
-        return _ScaledLinear.apply(input, weight, bias)
     if is_fake:
         input = fake_quantize(input, weight.quantizer)
     return _QuantizedLinear.apply(input, weight, bias)

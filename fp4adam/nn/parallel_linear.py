@@ -75,8 +75,7 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
     spec = tensor._shared.global_spec
     if spec is None or not spec.is_parallel:
         return func(tensor._read())
-    if infos := parallel_infos(tensor):
-        settle_shard(tensor, infos)
+    settle_shard(tensor, parallel_infos(tensor))
     if tensor.quantizer.operands.fake_activations:
         raise NotImplementedError(
             "weight must not have fake-quantized activations under tensor parallelism, where torch "

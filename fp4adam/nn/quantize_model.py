@@ -75,30 +75,25 @@ def quantize_model(
 ) -> Model:
     """Quantize the weights of linear layers and stacked experts of ``model``, in place.
 
-    Each weight becomes a parameter of the recipe's format with the same name and the same nominal
-    dtype. Tied weights stay tied. Left alone are weights that something else uses as well (an
-    embedding, a layer that ``filter`` leaves out), weights that the same recipe has quantized
-    already, and all that is neither the weight of an ``nn.Linear`` nor a stack of experts, such as
-    ``Conv1D`` of transformers' GPT-2, whose weights are [in, out] where blocks, recipes and exports
-    go by [out, in]. The logger "fp4adam" says at level INFO how many weights are quantized and what
-    is left; :func:`summary` shows each.
+    Each weight keeps its name, its nominal dtype and what it is tied to. Left alone are weights
+    that something else uses as well (an embedding, a layer that ``filter`` leaves out), adapters of
+    PEFT, weights that the same recipe has quantized already, and all that is neither the weight of
+    an ``nn.Linear`` nor a stack of experts, such as ``Conv1D`` of transformers' GPT-2. The logger
+    "fp4adam" says at level INFO what is quantized and what is left; :func:`summary` shows each.
 
     A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
     size, as transformers 5 has them. ``grouped_mm`` decodes it for one product at a time, and no
     recipe quantizes its other operand: give it one for weights alone, in a call with a ``filter``.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
-    first step (``param.clear_high_precision_init_val()`` frees it for inference).
+    first step (``param.clear_high_precision_init_val()`` frees it for inference); frozen weights
+    (``requires_grad=False``) keep none, and are trained from decoded values if they are thawed.
 
     Parameters stay the same objects with other content (``torch.utils.swap_tensors``), with their
     attributes, gradients and hooks. An optimizer from before goes on: :class:`FP4Adam` trains the
     codes, others say that they cannot. Hooks on nodes of the autograd graph stay behind: call this
-    before wrappers such as ``DistributedDataParallel`` register theirs.
-
-    Frozen weights (``requires_grad=False``), such as those of a base model with adapters, keep no
-    value before quantization; to freeze a weight later frees its value. A weight that is thawed is
-    trained from its decoded values. Adapters of PEFT (``lora_A``, ``lora_B``) are never quantized,
-    whatever ``filter`` says. :func:`dequantize_model` is the inverse.
+    before wrappers such as ``DistributedDataParallel`` register theirs. :func:`dequantize_model` is
+    the inverse.
 
     Args:
         model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
@@ -108,23 +103,21 @@ def quantize_model(
             gradients.
         filter: ``filter(module, name) -> bool`` says which candidates are quantized;
             :func:`is_hidden_linear` by default. Names are those of ``model.named_modules()``.
-        scale_groups: NVFP4 weights that share one amax, the largest of theirs, now and throughout
-            training by ``FP4Adam``: lists of names (of ``model.named_parameters()``), or a rule
-            ``rule(name) -> key`` that gives members of a group the same key and others None.
-            :func:`hf_scale_groups` is the rule for weights of Hugging Face models that servers
-            fuse. Other formats have no such amax, and a rule changes nothing then.
+        scale_groups: NVFP4 weights that share one amax, now and throughout training: lists of names
+            (of ``model.named_parameters()``), or a rule ``rule(name) -> key`` that gives members of
+            a group the same key and others None, such as :func:`hf_scale_groups`. A rule changes
+            nothing in other formats.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: If a layer that ``filter`` selects has a shape that the format or the recipe's
-            matmuls cannot hold; without a filter it stays as it is, with a warning. If a weight is
-            not initialized (lazy layers), parametrized, of a subclass of ``nn.Parameter``,
-            quantized by another recipe, or has an attribute whose name quantized tensors use. If
-            the model is wrapped by ``DistributedDataParallel``, FSDP1, DeepSpeed or
-            ``AveragedModel``. If a member of a scale group does
-            not become NVFP4, or is in two groups.
+        ValueError: If a layer that ``filter`` selects has a shape that the recipe cannot hold;
+            without a filter it stays as it is, with a warning. If a weight is not initialized (lazy
+            layers), parametrized, of a subclass of ``nn.Parameter``, quantized by another recipe,
+            or has an attribute whose name quantized tensors use. If DDP, FSDP1, DeepSpeed or
+            ``AveragedModel`` is around the model. If a member of a scale group does not become
+            NVFP4, or is in two groups.
         TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
             another type than above.
         RuntimeError: If something but modules and optimizers refers to a weight.
@@ -251,6 +244,7 @@ def _quantize_layers(
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     left_alone = set()
     modules = [module for _, module in named_modules]
+    check_no_replica(modules)
     of_adapters = adapters(modules)
     for name, module in named_modules:
         params = dict(module.named_parameters(recurse=False))
@@ -411,12 +405,10 @@ def quantized_init(
 ) -> Iterator[None]:
     """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
-    Building and initialization run in high precision; the weights are quantized when the block
-    ends, and their high-precision values are kept for the optimizer, as by :func:`quantize_model`.
-    Nothing is quantized if the block ends with an exception. A module from before the block counts
-    as built inside once it becomes part of one that is. Weights that a nested block or
-    :func:`quantize_model` has quantized already keep their recipes. It logs and warns as
-    :func:`quantize_model` does, once per outermost module.
+    Building and initialization run in high precision; weights are quantized when the block ends,
+    unless by an exception. A module from before the block counts as built inside once it becomes
+    part of one that is. Weights that a nested block or :func:`quantize_model` has quantized already
+    keep their recipes.
 
     Args:
         recipe: As for :func:`quantize_model`; may be left out if not ``enabled``.

@@ -91,6 +91,11 @@ class Recipe:
                     f"{name} must be {allowed}, got {value!r}; operands have the format of the "
                     "weights"
                 )
+        if not (self.weight_gradients or (self.activations is True and self.gradients)):
+            raise ValueError(
+                "weight_gradients must be True unless activations and gradients are quantized, got "
+                "False: gradients of weights are in high precision then anyway; leave it out"
+            )
         weights = self._weights()
         if self.is_fake:
             for name in ("gradients", "emulate"):

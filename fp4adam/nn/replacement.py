@@ -61,12 +61,13 @@ _WRAPPERS = {
 }
 
 
-def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Parameter]) -> None:
-    """Raise ValueError if a wrapper has taken one of the parameters already."""
+def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Parameter] = ()) -> None:
+    """Raise ValueError if a wrapper has taken one of the parameters already; FSDP1 takes all."""
     for module in modules:
         kinds = _WRAPPERS.keys() & {kind.__name__ for kind in type(module).__mro__}
-        if kinds and not {*module.parameters()}.isdisjoint(weights):
-            kind = kinds.pop()
+        kind = kinds.pop() if kinds else None
+        takes_all = kind == "FullyShardedDataParallel"
+        if kind and (takes_all or not {*module.parameters()}.isdisjoint(weights)):
             raise ValueError(
                 f"model must not be wrapped by {kind} yet, got one that is; {_WRAPPERS[kind]}"
             )

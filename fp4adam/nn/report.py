@@ -29,33 +29,18 @@ REASONS = {"Conv1D": "its weight is [in, out]"}
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSummary:
-    """One parameter of a model.
+    """One parameter of a model; bytes are those on this rank."""
 
-    Attributes:
-        name: As in ``model.named_parameters()``; tied parameters have the first of their names.
-        layer: The class of the module that has it, such as "Linear".
-        shape: The global shape.
-        format: "NVFP4", "MXFP8", "Float8Block", the class of another package's tensor, or a dtype
-            such as "bfloat16".
-        is_quantized: Whether its values live as codes with scales.
-        nbytes: Bytes of the codes and scales, or of the values, on this rank.
-        init_nbytes: Bytes of the value before quantization, which ``FP4Adam`` frees at its first
-            step.
-        reason: Why ``quantize_model`` does not take a matrix or a stack of them, or "".
-        state_nbytes: Bytes of the optimizer's state on this rank, in host memory as well.
-        host_nbytes: Those of them in host memory, for a parameter on another device.
-    """
-
-    name: str
-    layer: str
-    shape: tuple[int, ...]
-    format: str
+    name: str  # the first of those of a tied one
+    layer: str  # the class of its module
+    shape: tuple[int, ...]  # on all ranks
+    format: str  # "NVFP4", the class of another package's tensor, or a dtype such as "bfloat16"
     is_quantized: bool
-    nbytes: int
-    init_nbytes: int
-    reason: str
-    state_nbytes: int
-    host_nbytes: int
+    nbytes: int  # of codes and scales, or of values
+    init_nbytes: int  # of the value before quantization
+    reason: str  # why quantize_model does not take a matrix or a stack of them, or ""
+    state_nbytes: int  # of the optimizer, in host memory as well
+    host_nbytes: int  # those in host memory, for a parameter on another device
 
     @property
     def kind(self) -> str:
@@ -65,15 +50,10 @@ class ParameterSummary:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelSummary:
-    """The parameters of a model; ``str()`` is a table of them with totals.
-
-    Attributes:
-        parameters: Each parameter once, in the order of ``model.named_parameters()``.
-        has_state: Whether an optimizer was given.
-    """
+    """The parameters of a model; ``str()`` is a table of them with totals."""
 
     parameters: tuple[ParameterSummary, ...]
-    has_state: bool = False
+    has_state: bool = False  # whether an optimizer was given
 
     @property
     def quantized(self) -> tuple[ParameterSummary, ...]:
@@ -158,15 +138,11 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> ModelSummar
         print(fp4adam.summary(model, optimizer))
 
     It reads shapes and types alone: models on the meta device and sharded ones have one as well.
+    The result has ``parameters``, ``quantized``, ``describe()`` and ``total(name)`` of a number.
 
     Args:
         model: Any module.
-        optimizer: Any torch optimizer, whose state is counted; None leaves it out. A state begins
-            with the first step.
-
-    Returns:
-        The parameters, whose ``str()`` is a table of name, layer, shape, format and bytes, and
-        totals.
+        optimizer: Any torch optimizer, whose state is counted; None leaves it out.
 
     Raises:
         TypeError: If ``model`` is not an ``nn.Module``, or ``optimizer`` not a torch optimizer.

@@ -30,26 +30,23 @@ def check_options(options: Options, amsgrad: bool) -> None:
     """Raise if the storage options are invalid or contradict each other.
 
     Raises:
-        ValueError: If a state cannot be stored in the given dtype, or for remainders without FP32
-            masters.
+        ValueError: If a state cannot be stored in the given dtype.
         NotImplementedError: For ``amsgrad`` with second moments that are not float32.
     """
-    if options.store_param_remainders and options.master_weight_dtype == torch.float16:
-        raise ValueError(
-            "master_weight_dtype must be torch.float32 with store_param_remainders, got "
-            f"{options.master_weight_dtype}: remainders complete FP32 masters; leave one of the "
-            "two out"
-        )
-    if options.store_param_remainders and not options.master_weights:
-        raise ValueError(
-            "store_param_remainders must be False with master_weights=False, got True: there "
-            "are no masters to keep remainders of; leave master_weights True"
-        )
     codecs = options.codecs(torch.float32)
     if amsgrad and not codecs["exp_avg_sq"].exact:
         raise NotImplementedError(
             f"exp_avg_sq_dtype must be float32 with amsgrad, got {options.exp_avg_sq_dtype}: the "
             "maximum of many rounded numbers is biased upwards; leave amsgrad False"
+        )
+
+
+def check_mode() -> None:
+    """Raise RuntimeError in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "step() must not be called in inference mode, got torch.inference_mode(): state "
+            "created there cannot be updated outside; call it outside inference mode"
         )
 
 

@@ -5,7 +5,6 @@ gradient release there is one for each parameter or scale group besides, with of
 for each chunk; they share parameters, options and states.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from operator import is_
@@ -21,13 +20,11 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.optim.master_weights import find_stale
+from fp4adam.optim.master_weights import find_stale, say_restarted
+from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
-from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.tensors import backend
-
-_logger = logging.getLogger("fp4adam")
 
 
 class Group(NamedTuple):
@@ -57,9 +54,14 @@ class Engine:
         plan: The plan of the last step, or None.
         is_part: True if this engine steps only some of the optimizer's parameters.
         on_host: Whether states may be on the host.
+        view: What shows the states to users, or None.
+        shown_steps: The steps that groups show; another number there is one that other code has
+            set.
     """
 
     clipping: Clipping | None = None
+    view: Any = None
+    shown_steps: Sequence[Any] = ()
     is_part = False
     on_host = False
 
@@ -123,11 +125,7 @@ class Engine:
 
     def check_call(self) -> None:
         """Raise if a step is impossible here and now, whatever the parameters are."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
+        checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
 
@@ -245,14 +243,8 @@ class Engine:
         self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
         members = [self.parameters[param] for _, param in pairs]
-        stale, _ = find_stale(members, self.states)
-        rounded = [m for m in members if m not in stale and m.rounds(self.states.get(m.owner, {}))]
-        if rounded:
-            _logger.info(
-                "the FP32 masters of %d weights become int8 remainders, which rounds them to 1/239 "
-                "of the gap between codes",
-                len(rounded),
-            )
+        stale = find_stale(members, self.states)
+        say_restarted(len(stale))
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
@@ -342,23 +334,17 @@ class Engine:
         settle_written(sharded_weights(params))
         new: dict[Parameter, State] = {}
         for member in [self.parameters[param] for param in params]:
-            new[member] = {}
-            if member.has_master and "master_param" in self.states.get(member.owner, {}):
-                member.store_master(new[member], member.value())
+            if member.is_kept and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
+                new[member] = {}
+                member.master.store(new[member], member.value())
                 new[member] = self.placed(member.owner, new[member])
         for member, master in new.items():
-            state = self.states.get(member.owner, {})
+            state = self.states[member.owner]
+            for name in ENTRIES:
+                state.pop(name, None)
             state.update(master)
-            if master:
-                member.free_initial_value(updates=True)
-                member.record()
-            elif not member.has_master:
-                # A loaded master that would have become the remainder at the next step.
-                state.pop("master_param", None)
-            if SCALES["master_param"] not in master:
-                state.pop(SCALES["master_param"], None)
-            if member.has_remainder and "param_remainder" in state:
-                local(state["param_remainder"]).zero_()
+            member.free_initial_value()
+            member.record()
 
 
 def _fits_kernels(param: Tensor, grad: Tensor) -> bool:

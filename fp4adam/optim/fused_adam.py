@@ -1,7 +1,6 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options, storage
-from fp4adam.optim.parameter import Parameters
+from fp4adam.optim.parameter import Parameters, State
 from fp4adam.tensors import backend
 
 
@@ -170,11 +169,11 @@ class FusedAdam(Optimizer):
         }
         stored = storage(
             states,
+            master_weights,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             master_weight_dtype=master_weight_dtype,
-            # Without masters there is nothing to complete, unless one insists.
-            store_param_remainders=store_param_remainders or (None if master_weights else False),
+            store_param_remainders=store_param_remainders,
         )
         options = Options(
             name=type(self).__name__,
@@ -205,24 +204,19 @@ class FusedAdam(Optimizer):
 
     def _set_up(self, options: Options) -> None:
         self._parameters = Parameters(options)
-        self._whole = self._new_engine()
+        self._whole = self._new_engine({})
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
-        # The steps that groups show; another number there is one that other code has set.
-        self._shown_steps: list = []
-        # Guards hooks that are registered during a call, as threads may save at the same time.
-        self._saving = threading.RLock()
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self, states: dict[Tensor, State]) -> Engine:
         kind = OffloadedEngine if self.offload_states else Engine
-        return kind(self._parameters, [], {})
+        return kind(self._parameters, [], states)
 
     @property
     def _engine(self) -> Engine:
-        """The engine of all parameters, with groups and states as they are now."""
+        """The engine of all parameters, with groups as they are now; it holds the states."""
         self._whole.groups = [Group(group, group["params"]) for group in self.param_groups]
-        self._whole.states = self.__dict__["state"]
         return self._whole
 
     def _forget(self) -> None:
@@ -244,20 +238,25 @@ class FusedAdam(Optimizer):
         Offloaded states are CPU tensors. This waits until they have arrived, so read them through
         this property after every step.
         """
-        self._whole.settle()
-        stored = self.__dict__["state"]
-        if not self._has_te_layout:
-            return stored
-        engine = self._engine
-        self._take_steps(engine)
-        self._show_steps(engine)
-        # Megatron asks a state for a master with decoupled gradients, and without them for none.
-        shows_own_masters = self.master_weights and self.use_decoupled_grad
-        return te_layout.StatesView(stored, shows_own_masters)
+        engine = self._whole
+        engine.settle()
+        if self._has_te_layout:
+            self._take_steps(self._engine)
+            self._show_steps(self._engine)
+        elif not self._parameters.options.hides_states:
+            return engine.states
+        if engine.view is None or engine.view.stored is not engine.states:
+            # Megatron asks a state for a master with decoupled gradients, without them for none.
+            shows_own_masters = self.master_weights and self.use_decoupled_grad
+            engine.view = te_layout.StatesView(
+                engine.states, self._has_te_layout and shows_own_masters, not self._has_te_layout
+            )
+        return engine.view
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        self.__dict__["state"] = state.stored if isinstance(state, te_layout.StatesView) else state
+        stored = state.stored if isinstance(state, te_layout.StatesView) else state
+        self.__dict__["state"] = self._whole.states = stored
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
@@ -278,8 +277,7 @@ class FusedAdam(Optimizer):
             super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._parameters.options, param)
-                if not param.is_meta:
-                    self._parameters[param]
+            self._parameters.meet(self.param_groups[-1]["params"])
             self._join_groups()
         except BaseException:
             del self.param_groups[count:]
@@ -298,21 +296,14 @@ class FusedAdam(Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy, a pickle, or a state that is loaded. All is prepared before one assignment.
+        # A copy or a pickle.
         state = dict(state)
-        options = state.pop("options", None)
-        if options is not None:
-            self._set_up(options)
-        capturable = self._parameters.options.capturable
-        defaults = {**vars(self), **state}["defaults"]
-        saving.complete_groups(state["param_groups"], defaults, capturable)
-        state["state"] = saving.unpacked(state["state"], capturable)
-        if options is None:
-            # Remainders that stay after an interrupt still say which codes they belong to.
-            self.state = saving.with_digests(self._engine, self._engine.states)
-        self._parameters.forget_marks()
+        states, options = state.pop("state"), state.pop("options")
+        self._set_up(options)
+        saving.complete_groups(state["param_groups"], state["defaults"], options.capturable)
         super().__setstate__(state)
-        self._forget()
+        self.state = saving.with_counts(states, options.capturable)
+        self._parameters.meet(self._engine.params)
 
     # The step
 
@@ -368,7 +359,7 @@ class FusedAdam(Optimizer):
         if self.offload_states != isinstance(self._whole, OffloadedEngine):
             capturing.check_option(self._parameters.options, self.defaults)
             self._whole.settle()
-            self._whole = self._new_engine()
+            self._whole = self._new_engine(self._whole.states)
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
             self._step()
@@ -396,11 +387,11 @@ class FusedAdam(Optimizer):
 
     def _take_steps(self, engine: Engine) -> None:
         if self._has_te_layout:
-            te_layout.take_steps(engine, self._shown_steps)
+            te_layout.take_steps(engine, engine.shown_steps)
 
     def _show_steps(self, engine: Engine) -> None:
         if self._has_te_layout:
-            self._shown_steps = te_layout.show_steps(engine)
+            engine.shown_steps = te_layout.show_steps(engine)
 
     # Gradients
 
@@ -531,11 +522,22 @@ class FusedAdam(Optimizer):
         return self._saved(compact=True)
 
     def _saved(self, compact: bool) -> dict[str, Any]:
-        def encode(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            saving.encode(self._engine, state_dict, compact, self._has_te_layout)
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        engine = self._engine
+        engine.settle()
+        if self._has_te_layout:
+            self._take_steps(engine)
+            self._show_steps(engine)
+        state_dict = saving.saved(engine, compact, self._has_te_layout)
+        return self._passed(self._optimizer_state_dict_post_hooks, state_dict)
 
-        with self._saving, saving.hooked(self.register_state_dict_post_hook, encode):
-            return super().state_dict()
+    def _passed(self, hooks: dict[int, Callable], state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict after it has gone through the hooks that users have registered."""
+        for hook in hooks.values():
+            result = hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        return state_dict
 
     def _current_masters(self) -> Callable[[Tensor], Tensor | None]:
         self._whole.settle()
@@ -548,12 +550,13 @@ class FusedAdam(Optimizer):
         Moments and masters are not rounded to the dtype of their parameters; they are converted to
         the storage dtypes of this optimizer. Nothing is shared with ``state_dict``.
 
-        Model and optimizer may be loaded in any order: the next step compares each parameter with
-        its rounded master, and restarts the master where they differ. Masters that ``state_dict``
-        lacks start from the parameters as well. Parameters keep their values, with two exceptions.
-        A quantized parameter that was restored from plain values of the rounded master gets the
-        master's exact bytes. A parameter without a master of its own, such as a float32 one, takes
-        over a stored master that rounds to its value.
+        Load the model first. A loaded master stands if it belongs to the weight: every element is
+        within a gap between codes of the weight's value, whatever has rounded that. A weight that
+        was loaded as plain values gets the bytes of its rounded master then. Otherwise the model
+        wins, and the master restarts from the weight; the log counts these masters, and quantized
+        weights that the state has none for. If the model is loaded after the optimizer, the next
+        step decides. A parameter without a master of its own, such as a float32 one, takes over a
+        stored master that rounds to its value.
 
         With sharded parameters, call it on every rank, with states of its shards or of whole
         parameters.
@@ -563,24 +566,21 @@ class FusedAdam(Optimizer):
                 changed then.
             TypeError: If a hyper-parameter is not a number.
         """
-        loaded: list[Tensor] = []
-
-        def build(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            with torch._C.DisableTorchFunctionSubclass():
-                state_dict, loaded[:] = saving.packed(self._engine, state_dict, self.defaults)
-            return state_dict
-
-        def adopt(optimizer: Optimizer) -> None:
-            saving.adopt_masters(self._engine, loaded)
-
-        with (
-            self._saving,
-            torch.no_grad(),
-            saving.hooked(self.register_load_state_dict_pre_hook, build, prepend=False),
-            saving.hooked(self.register_load_state_dict_post_hook, adopt),
-        ):
-            super().load_state_dict(state_dict)
-        self._show_steps(self._engine)
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        state_dict = self._passed(hooks, state_dict.copy())
+        engine, capturable = self._engine, self._parameters.options.capturable
+        with torch._C.DisableTorchFunctionSubclass():
+            states, groups, given = saving.loaded(engine, state_dict, self.defaults)
+            saving.complete_groups(groups, self.defaults, capturable)
+            self.state = saving.with_counts(states, capturable)
+            for group, new in zip(self.param_groups, groups, strict=True):
+                group.clear()
+                group.update(new)
+            self._forget()
+            saving.load_masters(self._engine, given)
+        self._show_steps(engine)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     # What Transformer Engine's optimizer has
 

@@ -1,7 +1,7 @@
 """FP32 master weights of quantized parameters for any optimizer of torch's interface.
 
-The inner optimizer has the parameters of the model in its groups and states, beside each of these
-``master_param``. During a step, masters with FP32 gradients take their place.
+The inner optimizer shares groups and states with this one. During a step, masters with FP32
+gradients take the place of the parameters there; between steps they are entries of the states.
 """
 
 import contextlib
@@ -24,29 +24,11 @@ from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter as Target
 from fp4adam.optim.parameter import Parameters
-
-MASTER = "master_param"
-
-
-class _OfInner:
-    """An attribute of the inner optimizer, which a new one has itself until that is made."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: "MasterWeightOptimizer", owner: type) -> Any:
-        own = vars(optimizer)
-        return getattr(own["inner"], self._name) if "inner" in own else own[self._name]
-
-    def __set__(self, optimizer: "MasterWeightOptimizer", value: Any) -> None:
-        own = vars(optimizer)
-        if "inner" in own:
-            setattr(own["inner"], self._name, value)
-        else:
-            own[self._name] = value
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -64,10 +46,9 @@ class MasterWeightOptimizer(Optimizer):
     ``torch.optim.AdamW``, either loads the other's checkpoints.
 
     A master is made in the first step with a gradient, from the high-precision initial value if the
-    parameter still has it, otherwise from its decoded values. If other code overwrites the
-    parameter later, the master restarts from the new value at the next step. With sharded
-    parameters the masters are DTensors, so the inner optimizer has to work with these, and every
-    rank has to take part in every step.
+    parameter still has it, otherwise from its decoded values, and restarts when other code has
+    overwritten the parameter. Masters of sharded parameters are DTensors, so the inner optimizer
+    has to work with these, and every rank has to take part in every step.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups, with any options
@@ -92,7 +73,6 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     inner: Optimizer
-    param_groups, state, defaults = _OfInner(), _OfInner(), _OfInner()
 
     def __init__(
         self,
@@ -113,32 +93,31 @@ class MasterWeightOptimizer(Optimizer):
             )
         self._set_up(quantize_from)
         super().__init__(params, {})
-        self._enter(self._params())  # some optimizers make states at once
+        # Some optimizers check parameters, or make states, at once.
+        self._enter(self._new_masters(self._params()))
         inner = optimizer_class([{**group} for group in self.param_groups], **options)
         if not isinstance(inner, Optimizer):
             raise TypeError(
                 "optimizer_class must make a torch.optim.Optimizer, got a "
                 f"{type(inner).__name__}; pass a class such as torch.optim.Muon"
             )
-        self.inner = inner
-        self._leave()
-        for param, state in [*self.state.items()]:
-            if state.pop(MASTER, None) is not None and not state:
-                del self.state[param]
+        self.inner, self.defaults = inner, inner.defaults
+        self._leave(keeps=False)
 
     def _set_up(self, quantize_from: str) -> None:
         self.quantize_from = quantize_from
         options = Options(type(self).__name__, quantize_from=quantize_from)
         self._parameters = Parameters(options)
-        # While masters are in the place of their parameters.
-        self._masters: dict[Tensor, Tensor] = {}
+        self._masters: dict[Tensor, Tensor] = {}  # while they are in the place of parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "quantize_from": self.quantize_from}
+        own = {"inner": self.inner, "quantize_from": self.quantize_from}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state["quantize_from"])
         super().__setstate__(state)
+        self._parameters.meet(self._params())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group."""
@@ -159,15 +138,62 @@ class MasterWeightOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
 
-    @property
-    def _engine(self) -> Engine:
-        """What resets masters; it steps nothing."""
-        return Engine(self._parameters, [], self.state)
-
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    def _targets(self) -> list[Target]:
+        """Those with a master in their state."""
+        targets = [self._parameters[p] for p in self._params() if MASTER in self.state.get(p, {})]
+        return [target for target in targets if target.has_master]
+
     # Masters in the place of parameters
+
+    def _new_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """New masters of those of ``params`` that are stepped by one."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            targets = [self._parameters[param] for param in params]
+            return {t.owner: like(t.owner, t.value()) for t in targets if t.has_master}
+
+    def _enter(self, masters: dict[Tensor, Tensor]) -> None:
+        """Put masters in the place of parameters, with FP32 copies of their gradients."""
+        self._masters = masters
+        if "inner" in vars(self):  # other code may have replaced these
+            self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, master in masters.items():
+                if param.grad is not None:
+                    master.grad = like(param, local(param.grad).to(torch.float32))
+        self._exchange(masters)
+
+    def _leave(self, keeps: bool = True) -> None:
+        """Put parameters back, and their masters into the states if these are kept."""
+        masters, self._masters = self._masters, {}
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._exchange({master: param for param, master in masters.items()})
+        for param, master in masters.items() if keeps else ():
+            master.grad = None
+            self.state.setdefault(param, {})[MASTER] = master
+
+    def _exchange(self, by: Mapping[Tensor, Tensor]) -> None:
+        """Exchange tensors in groups and states, whose lists and dictionaries stay the same."""
+        for group in self.param_groups:
+            group["params"][:] = [by.get(param, param) for param in group["params"]]
+        states = [*self.state.items()]
+        self.state.clear()
+        for key, state in states:
+            self.state[by.get(key, key) if isinstance(key, Tensor) else key] = state
+
+    def _enter_step(self, params: Iterable[Tensor] = ()) -> None:
+        """Put all masters in the place of their parameters; make those of ``params`` first."""
+        masters = {t.owner: self.state[t.owner][MASTER] for t in self._targets()}
+        new = self._new_masters(param for param in params if param not in masters)
+        for param in new:
+            self._parameters[param].record()
+        for param in self._params():
+            state = self.state.get(param, {})
+            if state.pop(MASTER, None) is not None and not state:
+                del self.state[param]  # which tells many optimizers that it is the first step
+        self._enter(masters | new)
 
     @contextlib.contextmanager
     def masters(self) -> Iterator[None]:
@@ -181,55 +207,13 @@ class MasterWeightOptimizer(Optimizer):
         Only parameters that have been stepped have a master. With sharded parameters, call it on
         every rank.
         """
-        self._check()
-        self._restart()
+        self._prepare()
         try:
-            self._enter()
+            self._enter_step()
             yield
         finally:
             self._leave()
-        self._write({*self._params()}, even_frozen=True)
-
-    @torch.no_grad()
-    def _enter(self, others: Iterable[Tensor] = ()) -> None:
-        """Put masters with FP32 gradients in the place of parameters that have either.
-
-        ``others``: Parameters that get a master as well.
-        """
-        others = {*others}
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self._params():
-                target, state, grad = self._parameters[param], self.state.get(param), param.grad
-                master = state.pop(MASTER, None) if state else None
-                if master is None and target.has_master and (grad is not None or param in others):
-                    master = like(param, target.value())
-                    target.record()
-                if master is None:
-                    continue
-                if grad is not None:
-                    checks.check_gradient(type(self).__name__, param, local(grad))
-                    master.grad = like(param, local(grad).to(torch.float32))
-                self._masters[param] = master
-                if state is not None and not state:
-                    del self.state[param]
-            self._exchange(self._masters)
-
-    def _leave(self) -> None:
-        """Put parameters back, and the masters into their states."""
-        masters, self._masters = self._masters, {}
-        self._exchange({master: param for param, master in masters.items()})
-        for param, master in masters.items():
-            master.grad = None
-            self.state.setdefault(param, {})[MASTER] = master
-
-    def _exchange(self, by: Mapping[Tensor, Tensor]) -> None:
-        """Exchange tensors in groups and states, whose lists and dictionaries stay the same."""
-        for group in self.param_groups:
-            group["params"][:] = [by.get(param, param) for param in group["params"]]
-        states = [*self.state.items()]
-        self.state.clear()
-        for key, state in states:
-            self.state[by.get(key, key) if isinstance(key, Tensor) else key] = state
+        self._write(self._params())
 
     # The step
 
@@ -244,96 +228,84 @@ class MasterWeightOptimizer(Optimizer):
             What the inner optimizer returns.
 
         Raises:
-            RuntimeError: If a gradient is sparse, a parameter has another shape, dtype or device
-                than its master, or the call is in inference mode. Nothing has changed then.
+            RuntimeError: If a gradient is sparse, a parameter has another shape or device than its
+                master, or the call is in inference mode. Nothing has changed then.
         """
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
-        self._check()
-        self._restart()
+        checks.check_mode()
+        self._prepare()
         calls = 0
 
         def evaluate() -> float:
             nonlocal calls
             self._leave()
             if calls:
-                self._write({param for param in self._params() if param.grad is not None})
+                self._finish()
             calls += 1
             with torch.enable_grad():
                 loss = closure()
-            self._enter()
+            self._enter_step(self._with_gradients())
             return loss
 
         try:
-            self._enter()
+            self._enter_step(self._with_gradients())
             result = self.inner.step() if closure is None else self.inner.step(evaluate)
         finally:
             self._leave()
-        self._write({param for param in self._params() if param.grad is not None})
+        self._finish()
         return result
 
-    def _check(self) -> None:
-        """Raise if a parameter does not fit its master, its gradient or its scale group."""
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Raise if a parameter cannot be stepped; restart masters that other code has replaced."""
         name, params = type(self).__name__, self._params()
         checks.check_distinct(params)
-        sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
+        together: dict[Hashable, list[Tensor]] = defaultdict(list)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
+                together[self._parameters[param].scales].append(param)
                 if param.grad is not None:
                     checks.check_gradient(name, param, local(param.grad))
-                target, own = self._parameters[param], local(param)
-                sharing[target.scales].append(param)
-                if MASTER not in self.state.get(param, {}):
-                    continue
-                kept = local(self.state[param][MASTER])
-                is_same = (kept.shape, kept.device) == (own.shape, own.device)
-                if not (target.has_master and is_same):
-                    raise RuntimeError(
-                        f"parameters must keep shape, device and kind of dtype for {name}, got one "
-                        f"of shape {tuple(own.shape)} and {param.dtype} on {own.device}, stepped "
-                        f"as {tuple(kept.shape)} of {kept.dtype} on {kept.device}; "
-                        "optimizer.load_state_dict(optimizer.state_dict()) moves the state to the "
-                        "parameter's device, for another shape or dtype create a new optimizer"
-                    )
-            for scales, peers in sharing.items():
+                kept = {k: x for k, x in self.state.get(param, {}).items() if k == MASTER}
+                checks.check_state(param, kept, self._parameters.options)
+            for scales, peers in together.items():
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
+            settle_written(sharded_weights(params))
+            stale = find_stale(self._targets(), self.state)
+            self._engine.reset_masters([target.owner for target in stale])
 
-    def _stale(self) -> set[Target]:
-        targets = [self._parameters[param] for param in self._params()]
-        return {*find_stale([each for each in targets if each.has_master], self.state)[0]}
+    @property
+    def _engine(self) -> Engine:
+        """What resets masters; it steps nothing."""
+        return Engine(self._parameters, [], self.state)
+
+    def _with_gradients(self) -> list[Tensor]:
+        """The parameters with a gradient, and all that share scales with them."""
+        scales = {p: self._parameters[p].scales for p in self._params()}
+        chosen = {scales[param] for param in scales if param.grad is not None}
+        return [param for param in scales if scales[param] in chosen]
+
+    def _finish(self) -> None:
+        """Round the masters that have been stepped to their parameters."""
+        stepped = {*self._with_gradients()}
+        for group in self.param_groups:
+            moves = "lr" not in group or updates_params(group)
+            for param in stepped & {*group["params"]}:
+                self._parameters[param].free_initial_value(moves)
+                if not moves:
+                    stepped.discard(param)
+        self._write(stepped)
 
     @torch.no_grad()
-    def _restart(self) -> None:
-        """Restart the masters of parameters that other code has written."""
+    def _write(self, params: Iterable[Tensor]) -> None:
+        """Round masters to those of ``params`` that have one; a scale group is written whole."""
         with torch._C.DisableTorchFunctionSubclass():
-            settle_written(sharded_weights(self._params()))
-            self._engine.reset_masters([target.owner for target in self._stale()])
-
-    @torch.no_grad()
-    def _write(self, params: set[Tensor], even_frozen: bool = False) -> None:
-        """Round the masters of ``params`` to them; a new amax changes all that share it."""
-        moving = {
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if even_frozen or "lr" not in group or updates_params(group)
-        }
-        with torch._C.DisableTorchFunctionSubclass():
-            targets = [self._parameters[p] for p in self._params() if p in self.state]
-            targets = [each for each in targets if MASTER in self.state[each.owner]]
-            stepped = [each for each in targets if each.owner in params]
-            for target in stepped:
-                target.free_initial_value(target.owner in moving)
-            scales = {each.scales for each in stepped if each.owner in moving}
-            written = [each for each in targets if each.scales in scales]
-            borrowed = [each.borrowed for each in written if each.borrowed is not None]
+            chosen = {self._parameters[param].scales for param in params}
+            targets = [target for target in self._targets() if target.scales in chosen]
+            quantized = [each for each in targets if isinstance(each.param, QuantizedTensor)]
+            borrowed = [each.borrowed for each in targets if each.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
-            quantized = [each for each in written if type(each) is not Target]
             cast(
                 [each.param for each in quantized],
                 [local(self.state[each.owner][MASTER]) for each in quantized],
@@ -341,27 +313,20 @@ class MasterWeightOptimizer(Optimizer):
                 [each.shard_infos() for each in quantized],
                 [each.scales for each in quantized],
             )
-            for target in written:
+            for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
             scales_of_others()
             sources = [one.source for one in borrowed]
             torch.autograd.graph.increment_version([*(t.owner for t in quantized), *sources])
-            for target in {*stepped, *written}:
+            for target in targets:
                 target.record()
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
-        A step does this by itself if it finds other bytes in a parameter than it left there; see
-        :meth:`FP4Adam.reset_master_weights`.
-
-        Args:
-            params: The parameters to restart; None for all.
-
-        Raises:
-            ValueError: If one is not a parameter of this optimizer.
+        See :meth:`FP4Adam.reset_master_weights`.
         """
         params = self._params() if params is None else [*params]
         checks.check_known(params, self._params())
@@ -378,7 +343,7 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = {target.owner: target for target in self._stale()}
+            stale = {each.owner: each for each in find_stale(self._targets(), self.state)}
             for param, key in saving.saved_keys(self.param_groups, state_dict):
                 if param in stale:
                     value = like(param, stale[param].value())
@@ -401,40 +366,39 @@ class MasterWeightOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         saving.check_is_state_dict(state_dict)
-        if not saving.has_groups_of(self.param_groups, state_dict):
-            return self.inner.load_state_dict(state_dict)  # raises
+        saving.check_groups(self.param_groups, state_dict)
         saving.check_masters(self.param_groups, state_dict)
-        states, masters = dict(state_dict["state"]), {}
-        keys = dict(saving.saved_keys(self.param_groups, state_dict))
         with torch._C.DisableTorchFunctionSubclass():
-            for param, key in keys.items():
-                own = {name: _own_part(param, value) for name, value in states[key].items()}
-                masters[param], states[key] = own.pop(MASTER, None), own
-            self._load({**state_dict, "state": states}, masters)
+            self._load(state_dict)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load(self, saved: dict[str, Any], masters: dict[Tensor, Tensor | None]) -> None:
-        before = dict(vars(self.inner))
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        states, loaded = dict(state_dict["state"]), {}
+        for param, key in saving.saved_keys(self.param_groups, state_dict):
+            states[key] = {name: _own_part(param, value) for name, value in states[key].items()}
+            loaded[self._parameters[param]] = states[key].pop(MASTER, None)
+        masters = self._new_masters(target.owner for target in loaded)
+        with_masters = []
+        for target, value in loaded.items():
+            if value is not None and target.has_master:
+                masters[target.owner] = value.to(target.param.device, torch.float32)
+                target.forget()
+                with_masters.append(target)
+            elif value is not None:
+                saving.adopt_master(target, {MASTER: value})
+        groups, before = self.param_groups, self.state
         self.state = defaultdict(dict)
         try:
             self._enter(masters)
-            self.inner.load_state_dict(saved)
+            self.inner.load_state_dict({**state_dict, "state": states})
         except BaseException:
-            self._leave()
-            vars(self.inner).update(before)
+            self._leave()  # also of these groups, whose lists of parameters go on
+            self.param_groups, self.state = groups, before
+            self.inner.param_groups, self.inner.state = groups, before
             raise
         self._leave()
-        kept = []
-        for param, value in masters.items():
-            target = self._parameters[param]
-            if target.has_master and value is not None:
-                local(self.state[param][MASTER]).copy_(local(value))
-                target.mark = None
-                kept.append(target)
-            elif value is not None:
-                saving.adopt_master(target, {MASTER: value})
-        adopt(kept, self.state)
+        adopt(with_masters, lambda target: self.state[target.owner])
 
 
 def _own_part(param: Tensor, value: Any) -> Any:

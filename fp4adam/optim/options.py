@@ -30,8 +30,11 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def storage(states: str, **given: Any) -> dict[str, Any]:
+def storage(states: str, master_weights: bool, **given: Any) -> dict[str, Any]:
     """The storage options that ``states`` stands for, with those that are ``given`` (not None).
+
+    BF16 parameters without masters keep remainders, or small updates would never move them. There
+    are none beside FP16 masters, as in Transformer Engine.
 
     Raises:
         ValueError: If there is no such word.
@@ -43,7 +46,9 @@ def storage(states: str, **given: Any) -> dict[str, Any]:
         )
     own = {name: value for name, value in given.items() if value is not None}
     chosen = STATES[states] | own
-    if chosen["master_weight_dtype"] == torch.float16 and "store_param_remainders" not in own:
+    if not master_weights:
+        chosen["store_param_remainders"] = own.get("store_param_remainders", True)
+    elif chosen["master_weight_dtype"] == torch.float16:
         chosen["store_param_remainders"] = False
     return chosen
 
@@ -80,6 +85,12 @@ class Options:
             "exp_avg": state_codec("exp_avg", self.exp_avg_dtype),
             "exp_avg_sq": state_codec("exp_avg_sq", self.exp_avg_sq_dtype),
         }
+
+    @property
+    def hides_states(self) -> bool:
+        """True if states may have entries that a checkpoint lacks, such as scales."""
+        codecs = self.codecs(torch.float32).values()
+        return self.store_param_remainders or any(codec.scaled for codec in codecs)
 
     def describe(self) -> str:
         """How and where states are stored, in lines for people."""

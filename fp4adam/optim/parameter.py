@@ -1,10 +1,11 @@
-"""The parameters of an optimizer: what a step updates, where its states are, and how it is written.
+"""The targets of an optimizer: what a step updates, where its states are, and how it is written.
 
-A :class:`Parameter` is made when a tensor joins an optimizer, and lives as long as the tensor stays
-what it is; :class:`Parameters` keeps them. How a master weight is stored is decided here, together
-with ``state_codec``.
+A :class:`Target` is made when a parameter joins an optimizer, and lives as long as the tensor stays
+what it is; :class:`Targets` keeps them. How its master is stored is one of four strategies, see
+``masters``.
 """
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
 from typing import Any
@@ -24,25 +25,27 @@ from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
 from fp4adam.optim.adam import Scalars
+from fp4adam.optim.masters import (
+    DIGEST,
+    MASTER,
+    REST,
+    CodeRemainder,
+    HighHalf,
+    NoMaster,
+    State,
+    WholeMaster,
+)
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
-from fp4adam.optim.remainder import (
-    CodeRemainder,
-    belongs_to,
-    digest,
-    is_completed,
-    split_off,
-)
+from fp4adam.optim.remainder import split_off
 from fp4adam.optim.state_codec import (
     CODES,
     FLOAT32,
     INT8,
     PLAIN,
-    REMAINDER,
     STATE_BLOCK,
     StateCodec,
     dither_bits,
-    join_master,
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
@@ -56,8 +59,9 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
 ALIGNMENT = 16
+# The states that may have scales, in the order of ``Parameter.step_codecs``.
+SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
-State = dict[str, Any]
 ReadGrad = Callable[[Tensor], Tensor | None]
 
 
@@ -70,10 +74,8 @@ class Parameter:
 
     Attributes:
         param: The local tensor that is written.
-        codecs: The codecs of master and moments, by the name of the state.
-        has_master: Whether the optimizer keeps a separate master weight.
-        has_remainder: Whether the parameter itself is the upper half of its master.
-        rounds_codes: Whether a quantized weight has no master, so that updates round its codes.
+        master: Where its FP32 value is between steps.
+        codecs: The codecs of the moments, by the name of the state.
         write_dtype: The dtype that a master is rounded to on its way to the parameter.
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
@@ -84,16 +86,15 @@ class Parameter:
         group: Its parameter group.
         state: Its state in the optimizer.
         tensors: This rank's part of the state.
-        updates: Whether the value can change; with lr = 0 only the moments do.
+        updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
         first_element: Index of its first element in the flattened parameter.
-        quantized_after_step: Whether it is quantized after all values have been updated, instead of
+        quantized_after_step: True if it is quantized after all values have been updated, instead of
             by the launch that updates it.
-        new_master: The FP32 master between the two, and the update that it comes from, if at most
-            a remainder of it is kept.
+        new_master: The FP32 value between the two, and the update that it comes from, where the
+            weight itself is decoded.
     """
 
-    rounds_codes = False
     new_master: tuple[Tensor, int] | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
@@ -111,17 +112,20 @@ class Parameter:
         self.state, self.tensors = {}, {}
         self._kind = type(self.param), self.param.dtype
         self.codecs = options.codecs(self.param.dtype)
-        self.has_remainder = options.store_param_remainders and owner.dtype == torch.bfloat16
-        self.has_master = (
-            options.master_weights and owner.dtype in HALF_DTYPES and not self.has_remainder
-        )
         self.write_dtype = self.param.dtype
-        if self.codecs["master_param"] is INT8:
-            # Of quantized weights; BF16 and FP16 parameters beside them have whole masters.
-            self.codecs["master_param"] = FLOAT32
+        self.master = self._make_master(self.codecs.pop(MASTER))
+
+    def _make_master(self, codec: StateCodec) -> NoMaster:
+        options, dtype = self.options, self.owner.dtype
+        if dtype == torch.bfloat16 and options.store_param_remainders:
+            return HighHalf(self.owner, self.param)
+        if dtype in HALF_DTYPES and options.master_weights:
+            # int8 masters are of quantized weights.
+            return WholeMaster(self.owner, self.param, FLOAT32 if codec is INT8 else codec)
+        return NoMaster(self.owner, self.param)
 
     def is_current(self, options: Options) -> bool:
-        """Whether it still describes its owner, under these options."""
+        """True if it still describes its owner, under these options."""
         own = local(self.owner)
         is_same = own is self._source and (type(own), own.dtype) == self._kind
         return is_same and options is self.options
@@ -148,27 +152,48 @@ class Parameter:
 
     # Its value
 
+    @property
+    def is_kept(self) -> bool:
+        """True if a state holds the master, or a part of it."""
+        return self.master.name is not None
+
+    @property
+    def has_master(self) -> bool:
+        """True if a state holds ``master_param``."""
+        return self.master.name == MASTER
+
+    @property
+    def has_remainder(self) -> bool:
+        """True if the parameter itself is the upper half of its master."""
+        return self.master.name == REST
+
+    @property
+    def starts_from_codes(self) -> bool:
+        """True if a step decodes the weight, as nothing else has its value."""
+        return self.master.codec in (INT8, CODES)
+
+    @property
+    def is_written(self) -> bool:
+        """True if a step writes the parameter from a value that is not stored in it."""
+        return self.has_master or self.master.codec is CODES
+
+    @property
+    def start_value(self) -> Tensor | None:
+        """The value before rounding, where that is kept until a step uses it."""
+        return None
+
     def value(self) -> Tensor:
-        """The value that a master weight starts from, as a new float32 tensor."""
+        """The value that a master starts from, as a new float32 tensor."""
         return self.param.detach().to(torch.float32, copy=True)
-
-    def was_written(self, master: Tensor) -> bool:
-        """Whether the parameter still has its unrounded value, and it equals ``master``."""
-        return False
-
-    def is_rounded(self, master: Tensor) -> bool:
-        """Whether the parameter equals the rounded FP32 ``master``."""
-        rounded = split_master(master)[0] if self.has_remainder else master.to(self.param.dtype)
-        return are_equal(self.param, rounded)
 
     def write(self, master: Tensor) -> None:
         """Round the FP32 ``master`` into the parameter."""
         self.param.copy_(master)
 
-    def free_initial_value(self, updates: bool) -> None:
-        """Free the high-precision initial value, which the master weight has replaced.
+    def free_initial_value(self, updates: bool = True) -> None:
+        """Free the value before quantization, which the master has replaced.
 
-        ``updates``: Whether steps change the parameter.
+        ``updates``: False if steps leave the parameter as it is.
         """
 
     # Who has written it
@@ -181,65 +206,41 @@ class Parameter:
         """Record that the parameter equals its rounded master now."""
         self.mark = self.current_mark()
 
+    def forget(self) -> None:
+        """Forget who has written it: a loaded master has to belong to it."""
+        self.mark = None
+
     def is_unwritten(self) -> bool:
-        """Whether the parameter is certainly as the optimizer's last write left it."""
+        """True if the parameter is certainly as the optimizer's last write left it."""
         return self.mark is not None and self.mark.is_same(self.current_mark())
+
+    def stands(self, state: State) -> bool:
+        """True if the master in a state is that of a parameter that may have been written.
+
+        Written by other code since a step, it has to be the rounded master again. A master from
+        elsewhere has to belong to it.
+        """
+        if self.has_master and local(state[MASTER]).dtype == torch.int8:
+            return self.master.is_of_codes(state)
+        master = self.master.read(state)
+        return self.master.belongs(master) if self.mark is None else self.is_rounded(master)
+
+    def is_rounded(self, master: Tensor) -> bool:
+        """True if the parameter is the rounded FP32 ``master``."""
+        rounded = split_master(master)[0] if self.has_remainder else master.to(self.param.dtype)
+        return torch.equal(self.param, rounded)
 
     # Its states
 
     @property
-    def value_codec(self) -> StateCodec:
-        """The codec of the value that Adam updates."""
-        if self.has_remainder:
-            return REMAINDER
-        if self.completes:
-            return INT8
-        if self.rounds_codes:
-            return CODES
-        codec = self.codecs["master_param"]
-        return codec if self.has_master and not codec.exact else PLAIN
-
-    @property
-    def completes(self) -> bool:
-        """Whether the master is an int8 remainder, which belongs to the codes of the weight."""
-        return isinstance(self.codecs["master_param"], CodeRemainder)
-
-    @property
-    def starts_from_codes(self) -> bool:
-        """Whether a step decodes the weight, as nothing else has its value."""
-        return self.completes or self.rounds_codes
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a step writes the parameter from a value that is not stored in it."""
-        return self.has_master or self.rounds_codes
-
-    @property
     def step_codecs(self) -> tuple[StateCodec, StateCodec, StateCodec]:
         """The codecs of the value and the two moments."""
-        return self.value_codec, self.codecs["exp_avg"], self.codecs["exp_avg_sq"]
+        return self.master.codec, self.codecs["exp_avg"], self.codecs["exp_avg_sq"]
 
     @property
     def is_dithered(self) -> bool:
-        """Whether any state is rounded with dither, which depends on the index of an element."""
+        """True if any state is rounded with dither, which depends on the index of an element."""
         return not all(codec.exact for codec in self.step_codecs)
-
-    def master(self, state: State) -> Tensor | None:
-        """The local part of a master weight in FP32, on the parameter's device; None without one.
-
-        Models move without the states, which follow when they are loaded.
-        """
-        if "master_param" not in state:
-            return None
-        stored = StateTensor.of(state, "master_param", self.codecs["master_param"])
-        return stored.decode().to(self.param.device)
-
-    def store_master(self, state: State, master: Tensor) -> None:
-        """Put an FP32 master into a state, in the form in which it is stored."""
-        state.pop(DIGEST, None)
-        StateTensor.encode(self.codecs["master_param"], master).store(
-            state, "master_param", self.owner
-        )
 
     def completed(
         self, state: State, amsgrad: bool, restart: bool, device: torch.device | None = None
@@ -248,8 +249,8 @@ class Parameter:
 
         Args:
             state: The state so far; it is not changed.
-            amsgrad: Whether it needs the largest second moments.
-            restart: Whether the master restarts from the parameter.
+            amsgrad: True if it needs the largest second moments.
+            restart: True if the master restarts from the parameter.
             device: Where steps are counted if not on the host.
         """
         state = dict(state)
@@ -262,94 +263,48 @@ class Parameter:
                 StateTensor.zeros(self.codecs[name], self.param).store(state, name, self.owner)
         if amsgrad and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = like(self.owner, state_like(self.param))
-        if self.has_remainder:
-            self._complete_remainder(state)
-        else:
-            state.pop("param_remainder", None)
-        if not self.has_master:
-            # The parameter is FP32 itself, or its remainder completes the master.
-            state.pop("master_param", None)
-            state.pop(SCALES["master_param"], None)
-        elif restart or "master_param" not in state:
-            self.store_master(state, self.value())
-        elif local(state["master_param"]).dtype != self.codecs["master_param"].dtype:
-            master = self.master(state).contiguous()
-            if self.completes and not belongs_to(self.param, master):
-                self.write(master)  # set by other code, whatever the weight was
-            self.store_master(state, master)
+        if restart or not self.master.is_stored(state):
+            master = None if restart else self.master.read(state)
+            if master is not None and isinstance(self.master, CodeRemainder):
+                if not self.master.can_reach(master):
+                    self.write(master)  # set by other code, whatever the weight was
+            if self.is_kept and master is None:
+                master = self.value()
+            self.master.store(state, master)
+        elif self.has_remainder and not self.is_unwritten():
+            self.master.repair(state)
         state.pop(DIGEST, None)
         return state
 
-    def owns(self, state: State) -> bool | None:
-        """Whether the master in a state certainly is, or is not, that of the weight's codes.
-
-        A remainder says nothing without its codes, so it is saved with their digest. None if values
-        have to be compared.
-        """
-        if not self.completes:
-            return None
-        master = local(state["master_param"])
-        if master.dtype == torch.int8:
-            known = state.get(DIGEST)
-            return known is not None and torch.equal(known.cpu(), digest(self.param))
-        return belongs_to(self.param, master.to(self.param.device)) or None
-
-    def rounds(self, state: State) -> bool:
-        """Whether an FP32 master that was loaded has more than a remainder can keep."""
-        master = local(state.get("master_param"))
-        if not self.completes or master is None or master.dtype == torch.int8:
-            return False
-        return not is_completed(self.param, master.to(self.param.device).view(self.param.shape))
-
     def hold_master(self, master: Tensor, step: int) -> None:
-        """Keep an FP32 master until its codes are written, if no state does.
+        """Keep an FP32 value until its codes are written, if no state does.
 
         Without a master, it is rounded in place to what codes can be.
         """
         if self.starts_from_codes:
             self.new_master = master, step
-        if self.rounds_codes:
+        if self.master.codec is CODES:
             CODES.round_(master, self._dither_of_master(master, step))
 
     def settle_master(self) -> None:
-        """Keep of a master that has just been quantized what its codes lack."""
+        """Store the remainder of a master that was just quantized."""
         if self.new_master is None:
             return
         (master, step), self.new_master = self.new_master, None
-        if self.completes:
+        if self.master.codec is INT8:
             remainder = split_off(self.param, master, self._dither_of_master(master, step))
-            self.tensors["master_param"].copy_(remainder)
+            self.tensors[MASTER].copy_(remainder)
 
     def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
         bits = dither_bits(self.first_element, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
-    def _complete_remainder(self, state: State) -> None:
-        """Make a remainder if there is none; also repair one that does not fit.
-
-        Any parameter value with any remainder gives a master within half a BF16 step of that value.
-        The exceptions are next to zero and infinity, where a stale remainder could give a NaN, so
-        it is zeroed there.
-        """
-        param = self.param.detach()
-        if "param_remainder" not in state:
-            remainder = torch.zeros_like(param, dtype=torch.int16)
-            if "master_param" in state:
-                master = local(state["master_param"])
-                if self.is_rounded(master):
-                    remainder = split_master(master)[1]
-            state["param_remainder"] = like(self.owner, remainder)
-        elif not self.is_unwritten():
-            remainder = local(state["param_remainder"])
-            upper, _ = split_master(join_master(param, remainder))
-            remainder.masked_fill_(upper.view(torch.int16) != param.view(torch.int16), 0)
-
     # Those of the state that it is bound to
 
     @property
     def stepped(self) -> Tensor:
-        """The tensor that Adam updates: the master weight, or the parameter itself."""
-        return self.tensors["master_param"] if self.has_master else self.param
+        """The tensor that Adam updates: the master, or the parameter itself."""
+        return self.tensors[MASTER] if self.has_master else self.param
 
     @property
     def max_exp_avg_sq(self) -> Tensor | None:
@@ -359,7 +314,7 @@ class Parameter:
     @property
     def remainder(self) -> Tensor | None:
         """The int16 remainder that completes a BF16 parameter to its FP32 master, or None."""
-        return self.tensors["param_remainder"] if self.has_remainder else None
+        return self.tensors[REST] if self.has_remainder else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -367,10 +322,8 @@ class Parameter:
         names = ["exp_avg", "exp_avg_sq"]
         if self.group["amsgrad"]:
             names.append("max_exp_avg_sq")
-        if self.has_master:
-            names.append("master_param")
-        if self.has_remainder:
-            names.append("param_remainder")
+        if self.is_kept:
+            names.append(self.master.name)
         scaled = zip(SCALED, self.step_codecs, strict=True)
         return (*names, *(SCALES[name] for name, codec in scaled if codec.scaled))
 
@@ -383,23 +336,23 @@ class Parameter:
         )
 
     def stored(self, name: str) -> StateTensor:
-        """A moment or the master in its stored form."""
+        """A moment in its stored form."""
         return StateTensor(self.codecs[name], self.tensors[name], self.tensors.get(SCALES[name]))
 
     def stored_value(self) -> StateTensor:
         """The value in its stored form."""
-        codec = self.value_codec
-        if codec is REMAINDER:
-            return StateTensor(codec, self.param, self.tensors["param_remainder"])
+        codec = self.master.codec
+        if self.has_remainder:
+            return StateTensor(codec, self.param, self.tensors[REST])
         if self.starts_from_codes:
             if self.new_master is not None:
                 master = self.new_master[0]
-            elif self.completes:
-                master = self.master(self.tensors)
+            elif codec is INT8:
+                master = self.master.read(self.tensors)
             else:
                 master = self.param.dequantize(torch.float32)
             return StateTensor(PLAIN, master, None)
-        scales = self.tensors[SCALES["master_param"]] if codec.scaled else None
+        scales = self.tensors[SCALES[MASTER]] if codec.scaled else None
         return StateTensor(codec, self.stepped, scales)
 
     def whole_value(self) -> Tensor:
@@ -498,12 +451,6 @@ class Parameter:
         return self.param.device, self.kind(grad), self.state_names
 
 
-# Where the digest of the codes is saved that a remainder belongs to.
-DIGEST = "weight_digest"
-# The states that may have scales, in the order of ``Parameter.step_codecs``.
-SCALED = ("master_param", "exp_avg", "exp_avg_sq")
-
-
 class QuantizedParameter(Parameter):
     """A :class:`QuantizedTensor`, or a shard of one."""
 
@@ -513,7 +460,23 @@ class QuantizedParameter(Parameter):
         super().__init__(owner, options)
         if options.quantize_from == "master":
             self.write_dtype = torch.float32
-        _set_master(self)
+        self.tell_weight()
+
+    def _make_master(self, codec: StateCodec) -> NoMaster:
+        return _master_of_codes(self.owner, self.param, self.options, codec)
+
+    def tell_weight(self) -> None:
+        """Let the weight keep what other code writes until a step uses it."""
+        if self.is_kept:
+            shared = self.param._shared
+            shared.stepped_by = shared.stepped_by or weakref.WeakSet()
+            shared.stepped_by.add(self)
+
+    def is_current(self, options: Options) -> bool:
+        """True if the weight also knows of it, wherever it has moved."""
+        if not super().is_current(options):
+            return False  # and may be no quantized tensor any more
+        return not self.is_kept or self in (self.param._shared.stepped_by or ())
 
     @property
     def scales(self) -> Hashable:
@@ -522,63 +485,89 @@ class QuantizedParameter(Parameter):
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         return ShardInfo.of(self.owner)
 
+    @property
+    def start_value(self) -> Tensor | None:
+        return self.param.written_value()
+
     def value(self) -> Tensor:
-        written = written_value(self.param)
+        written = self.start_value
         if written is None:
             return self.param.detach().dequantize(torch.float32)
         # A copy, since a state_dict taken before quantize_model may hold the same storage.
         return written.to(self.param.device, torch.float32, copy=True).contiguous()
 
-    def was_written(self, master: Tensor) -> bool:
-        """Whether ``master`` equals the unrounded value, in the dtype of the latter."""
-        written = written_value(self.param)
-        return written is not None and are_equal(
-            written.to(self.param.device), master.to(written.dtype).view(written.shape)
-        )
+    def write(self, master: Tensor) -> None:
+        self.param._write(master.to(self.write_dtype), by_step=True)
+
+    def record(self) -> None:
+        self.tell_weight()
+        self.param._shared.left = None
+        super().record()
+
+    def stands(self, state: State) -> bool:
+        left = None if self.mark is None else self.param._shared.left
+        if left is not None:
+            return self.param.pending_value() is None and self.param.has_bytes_of(left)
+        return super().stands(state)
 
     def is_rounded(self, master: Tensor) -> bool:
-        """Whether the codes are those of ``master`` under the stored scales.
-
-        One rank cannot check more than that if the scales depend on other ranks.
-        """
+        # The scales may depend on other ranks or members of a group.
         return rows.is_of(self.param, master.to(self.write_dtype))
 
-    def holds(self, twin: QuantizedTensor) -> bool:
-        """Whether the parameter has the bytes of ``twin``; always true for a shard without rows."""
-        return not self.param.numel() or self.param.has_bytes_of(twin)
+    def forget(self) -> None:
+        super().forget()
+        self.param._shared.left = None
 
-    def write(self, master: Tensor) -> None:
-        self.param._write(master.to(self.write_dtype))
+    def holds(self, state: State) -> bool:
+        """True if the weight need not be written for the loaded master in a state.
 
-    def free_initial_value(self, updates: bool) -> None:
-        self.param._shared.rounded_master = None
-        if updates:
+        It has to be if it was loaded as plain values, or if no remainder reaches the master.
+        """
+        if local(state[MASTER]).dtype == torch.int8:
+            return True
+        master, start = self.master.read(state), self.start_value
+        if isinstance(self.master, CodeRemainder):
+            # It completes the codes that are there, and would not give the same scales again.
+            return self.master.can_reach(master) and start is None
+        if self.param._shared.next_init_val is not None:
+            return False  # no step has changed it since it was loaded
+        return start is None or torch.equal(start.to(master).view(master.shape), master)
+
+    def free_initial_value(self, updates: bool = True) -> None:
+        kept = self.param._high_precision_init_val
+        self.param._shared.left = None
+        if updates or kept is None:
             self.param.clear_high_precision_init_val()
-        elif self.param._high_precision_init_val is not None:
-            # Steps do not change the bytes, so keep the next value that is written instead.
-            self.param._high_precision_init_val = self.param._high_precision_init_val.to("meta")
+        else:
+            self.param._high_precision_init_val = kept.to("meta")  # that there was one
 
 
 class BorrowedParameter(Parameter):
     """Another package's quantized tensor, which is stepped in its own memory."""
 
     def __init__(self, owner: Tensor, options: Options) -> None:
-        super().__init__(owner, options)
         chunk = shard_size(owner)
         whole = None if chunk is None else Whole(tuple(owner.shape), chunk)
-        self.borrowed = BorrowedTensor(self.param, whole)
+        self.borrowed = BorrowedTensor(local(owner), whole)
+        super().__init__(owner, options)
         self.param = self.borrowed.tensor
         master = options.quantize_from == "master"
         self.write_dtype = torch.float32 if master else self.param.dtype
-        _set_master(self)
         self._first_mark = self.current_mark()
 
+    def _make_master(self, codec: StateCodec) -> NoMaster:
+        return _master_of_codes(self.owner, self.borrowed.tensor, self.options, codec)
+
     def is_current(self, options: Options) -> bool:
-        """Whether the tensor is also where it was, and unwritten by others."""
+        """True if the tensor is also where it was, and unwritten by others."""
         if not (super().is_current(options) and self.borrowed.is_on(self._source)):
             return False
         now = self.current_mark()
         return now.is_same(self.mark) or now.is_same(self._first_mark)
+
+    @property
+    def scales(self) -> Hashable:
+        return self.owner
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         # A shard without a specification has scales of its own.
@@ -592,13 +581,7 @@ class BorrowedParameter(Parameter):
         return self.borrowed.value()
 
     def is_rounded(self, master: Tensor) -> bool:
-        value = master.to(self.write_dtype)
-        if self.borrowed.is_of(value):
-            return True
-        if self.borrowed.given is not None or self.shard_infos():
-            return False
-        rounded = self.param.quantizer.quantize(value).dequantize(self.param.dtype)
-        return self.borrowed.is_of(rounded)
+        return self.borrowed.is_of(master.to(self.write_dtype))
 
     def write(self, master: Tensor) -> None:
         scales = ScaleWriteback([self.borrowed])
@@ -607,21 +590,20 @@ class BorrowedParameter(Parameter):
         scales()
         torch.autograd.graph.increment_version([self.borrowed.source])
 
-    def free_initial_value(self, updates: bool) -> None:
+    def free_initial_value(self, updates: bool = True) -> None:
         self.borrowed.clear_high_precision_init_val()
 
 
-def _set_master(parameter: QuantizedParameter | BorrowedParameter) -> None:
-    """Set what keeps the value of a quantized weight between steps."""
-    options = parameter.options
-    parameter.has_master, parameter.has_remainder = options.master_weights, False
-    parameter.rounds_codes = not options.master_weights
-    if options.master_weights and options.master_weight_dtype == torch.int8:
-        parameter.codecs["master_param"] = CodeRemainder(parameter.param)
+def _master_of_codes(
+    owner: Tensor, param: QuantizedTensor, options: Options, codec: StateCodec
+) -> NoMaster:
+    if not options.master_weights:
+        return NoMaster(owner, param)
+    return CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
 
 
 def is_own_master(owner: Tensor) -> bool:
-    """Whether a parameter is a plain FP32 one, which is stepped itself."""
+    """True if a parameter is a plain FP32 one, which is stepped itself."""
     own = local(owner)
     is_plain = not isinstance(own, QuantizedTensor) and not is_foreign(own)
     return is_plain and own.dtype == torch.float32
@@ -654,6 +636,12 @@ class Parameters:
             known = self._known[owner] = new
         return known
 
+    def meet(self, owners: Iterable[Tensor]) -> None:
+        """Let weights know that an optimizer keeps masters of them."""
+        for owner in owners:
+            if not owner.is_meta:
+                self[owner]
+
     def keep_only(self, owners: Iterable[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
@@ -668,7 +656,7 @@ class Parameters:
     def forget_marks(self) -> None:
         """Compare every parameter with its master at the next step."""
         for parameter in self._known.values():
-            parameter.mark = None
+            parameter.forget()
 
     def grad_reader(self, owners: Iterable[Tensor]) -> ReadGrad:
         """A function that returns the local part of a gradient of one of these, or None."""
@@ -691,18 +679,6 @@ def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
     if shared.scale_group is not None:
         return shared.scale_group
     return owner
-
-
-def written_value(param: QuantizedTensor) -> Tensor | None:
-    """The unrounded value of a parameter that no step has used yet, or None."""
-    pending = param.pending_value()
-    return param._high_precision_init_val if pending is None else pending
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Like ``torch.equal``, but NaN equals NaN, because uninitialized memory may hold NaN."""
-    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return alike and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _decoupled_grad(param: Tensor) -> Tensor | None:

@@ -58,7 +58,7 @@ class QuantizeAfterStep:
                 scale_groups[member.scales].append(member)
             elif member.quantized_after_step:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
-                alone = not member.value_codec.exact
+                alone = not member.master.codec.exact
                 shards[member.owner if alone else member.param.device].append(member)
         self._scale_groups = [*scale_groups.values()]
         self._casts: list[tuple[LocalCast, list[Parameter]]] = []

@@ -32,6 +32,7 @@ from fp4adam.tensors.storage import Storage
 # ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
 HALF_GAP = 119.5
 NAN = -128
+UNITS_PER_GAP = 2 * HALF_GAP
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
 # From 256 to 512 a number has 15 bits below the point.
@@ -42,15 +43,29 @@ _ODD = 0x1E3779B97F4A7C15
 
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
-    part = rows.own_blocks(param)
-    layout, first, n_rows = part.quantizer.layout, part._first_row, rows.matrix_shape(param)[0]
-    powers = part.quantizer.read(_powers(part._shared.tensors, layout), torch.float32)
+    part, layout = rows.own_blocks(param), param.quantizer.layout
+    powers = _decoded(param, _powers(part._shared.tensors, layout))
     if _caps(layout):
-        powers += part.quantizer.read(_largest(part._shared.tensors, layout), torch.float32)
-    powers = powers[first : first + n_rows]
-    return (powers * (1 / (2 * HALF_GAP * CODE_TYPES[layout.code_type].per_power))).view(
-        param.shape
-    )
+        powers += _decoded(param, _largest(part._shared.tensors, layout))
+    return powers.mul_(1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
+
+
+def largest_values(param: QuantizedTensor) -> Tensor:
+    """What the largest code stands for in each place, float32; infinity where scales are 0."""
+    part = rows.own_blocks(param)
+    name = f"{part.quantizer.layout.kept[0]}_data"
+    tensors, code = part._shared.tensors, CODE_TYPES[part.quantizer.layout.code_type]
+    largest = code.largest if code.bits == 8 else code.largest * 0x11  # two per byte
+    codes = torch.full_like(getattr(tensors, name), largest)
+    largest = _decoded(param, tensors.exchange(**{name: codes}))
+    return largest.masked_fill_(largest == 0, torch.inf)
+
+
+def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
+    """The values of inner tensors that stand in for those of a weight's own blocks."""
+    part, n_rows = rows.own_blocks(param), rows.matrix_shape(param)[0]
+    values = part.quantizer.read(tensors, torch.float32)
+    return values[part._first_row :][:n_rows].reshape(param.shape)
 
 
 def _powers(tensors: Storage, layout: Layout) -> Storage:
@@ -107,25 +122,11 @@ def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = No
     return remainder.masked_fill_(is_nan, NAN)
 
 
-def belongs_to(param: QuantizedTensor, master: Tensor) -> bool:
-    """Whether a float32 master is within the reach of remainders from the codes of ``param``."""
-    difference = (master - param.detach().dequantize(torch.float32)).abs_()
+def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
+    """True if remainders can complete the codes of ``param`` to a float32 master."""
+    difference = (master.view(param.shape) - param.detach().dequantize(torch.float32)).abs_()
     reached = difference <= units(param).mul_(127.5)
-    return bool((reached | master.isnan()).all())
-
-
-def is_completed(param: QuantizedTensor, master: Tensor) -> bool:
-    """Whether a float32 master is what :func:`complete` makes of the codes of ``param``.
-
-    Under other scales, the remainders of a master are no integers: two such masters of 20 elements
-    are mistaken for each other once in 2**100 times.
-    """
-    unit = units(param)
-    difference = master - param.detach().dequantize(torch.float32)
-    remainder = (difference / unit).round_().nan_to_num_()
-    # The sum was rounded to FP32, which is a 4000th of a unit at most.
-    is_whole = (difference - remainder * unit).abs_() <= unit * 2.0**-6
-    return bool((is_whole & (remainder.abs() <= 127) | master.isnan()).all())
+    return bool((reached | master.view(param.shape).isnan()).all())
 
 
 def digest(param: QuantizedTensor) -> Tensor:
@@ -151,7 +152,7 @@ def digest(param: QuantizedTensor) -> Tensor:
     return total.cpu()
 
 
-class CodeRemainder(Int8):
+class CodeRemainderCodec(Int8):
     """The codec of the masters of one weight."""
 
     def __init__(self, param: QuantizedTensor) -> None:

@@ -5,11 +5,10 @@ order, because ranks gather the tensors of a state one after the other: the orde
 on the hash seed of each process.
 """
 
-import contextlib
-import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -20,34 +19,25 @@ from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
-from fp4adam.optim.master_weights import adopt, batches, find_stale
-from fp4adam.optim.parameter import DIGEST, Parameter, State, are_equal, is_own_master
+from fp4adam.optim.master_weights import adopt, find_stale, warn_of_loaded
+from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST, CodeRemainder
+from fp4adam.optim.parameter import Parameter, State, is_own_master
 from fp4adam.optim.remainder import complete, digest
-from fp4adam.optim.state_codec import (
-    INT8,
-    PLAIN,
-    STATE_BLOCK,
-    codec_of_codes,
-    join_master,
-    split_master,
-)
+from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-_logger = logging.getLogger("fp4adam")
-STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
 _ORDER = (
     "step",
     *(name for state in STATE_NAMES for name in (state, SCALES[state])),
-    "param_remainder",
+    REST,
     DIGEST,
 )
 # The tensors of a state; ``step`` is a count.
 TENSOR_NAMES = frozenset(_ORDER[1:])
 
 Groups = list[dict[str, Any]]
-# The entry that carries a new state through torch.optim's loading.
-_LOADED = object()
 
 
 def saved_states(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
@@ -62,23 +52,6 @@ def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Ten
         for param, key in zip(group["params"], saved["params"], strict=True):
             if key in state_dict["state"]:
                 yield param, key
-
-
-@contextlib.contextmanager
-def hooked(
-    register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
-) -> Iterator[None]:
-    """Register a hook of torch.optim for the duration of a ``with`` block."""
-    hook.is_temporary = True
-    handle = register(hook, prepend=prepend)
-    try:
-        hooks = handle.hooks_dict_ref()
-        for key, other in [*hooks.items()]:
-            if other is not hook and hasattr(other, "is_temporary"):
-                del hooks[key]  # left behind by an interrupt
-        yield
-    finally:
-        handle.remove()
 
 
 # Saving
@@ -105,42 +78,56 @@ def check_compact(states: dict[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def encode(engine: Engine, state_dict: dict[str, Any], compact: bool, as_te: bool) -> None:
-    """Bring the states of a new state dict into the form of a checkpoint.
+def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
+    """The state dict of an optimizer.
 
     Args:
         engine: The engine of all parameters.
-        state_dict: The state dict of ``torch.optim.Optimizer``.
         compact: Keep codes and scales as they are stored.
         as_te: Use the layout of Transformer Engine, unless compact.
     """
-    states, groups = state_dict["state"], [group for group, _ in engine.groups]
-    states.update({key: te_layout.stored_state(state) for key, state in states.items()})
-    keys = dict(saved_keys(groups, state_dict))
-    keys = {param: key for param, key in keys.items() if isinstance(states[key], dict)}
-    members = {param: engine.parameters[param] for param in keys}
-    stale = _left(members, engine)
-    for param, key in keys.items():
-        member = members[param]
-        states[key] = saved_state(member, states[key], member in stale, compact, as_te)
+    keys: dict[Tensor, int] = {}
+    groups = []
+    for group, params in engine.groups:
+        numbers = [keys.setdefault(param, len(keys)) for param in params]
+        groups.append({name: x for name, x in group.items() if name != "params"})
+        groups[-1]["params"] = numbers
+    members = {
+        param: engine.parameters[param] for param in keys if isinstance(_state(engine, param), dict)
+    }
+    with torch._C.DisableTorchFunctionSubclass():
+        stale = find_stale([*members.values()], engine.states)
+    states = {}
+    for owner, state in engine.states.items():
+        if owner in members:
+            member = members[owner]
+            state = saved_state(member, _state(engine, owner), member in stale, compact, as_te)
+        states[keys.get(owner, owner)] = state
+    for group, params in engine.groups:
+        for owner in params if members else ():
+            # Of a run that has begun, also where those start that no step has used yet.
+            if (
+                owner not in members
+                and (member := engine.parameters[owner]).start_value is not None
+            ):
+                state = member.completed({}, group["amsgrad"], restart=False)
+                states[keys[owner]] = saved_state(member, state, True, compact, as_te)
+                members[owner] = member
+    state_dict = {"state": states, "param_groups": groups}
     if as_te and compact:
-        for group in state_dict["param_groups"]:
+        for group in groups:
             group.pop("step", None)  # every state has its own
     elif as_te:
-        te_layout.encode(state_dict, keys.values())
+        te_layout.encode(state_dict, [keys[owner] for owner in members])
     if engine.parameters.options.capturable:
         # As a number, which optimizers with and without capturable load.
-        for group in state_dict["param_groups"]:
+        for group in groups:
             group["lr"] = float(group["lr"])
+    return state_dict
 
 
-def _left(members: dict[Tensor, Parameter], engine: Engine) -> set[Parameter]:
-    """The parameters that no longer equal their rounded masters."""
-    stale: set[Parameter] = set()
-    with torch._C.DisableTorchFunctionSubclass():
-        for some in batches(members.values()):
-            stale |= find_stale(some, engine.states)[0].keys()
-    return stale
+def _state(engine: Engine, owner: Tensor) -> Any:
+    return te_layout.stored_state(engine.states.get(owner))
 
 
 @torch.no_grad()
@@ -150,85 +137,54 @@ def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
     It decodes one at a time: all states in FP32 may be more than there is memory for.
     """
     members = {param: engine.parameters[param] for param in engine.params if param in engine.states}
-    stale = _left(members, engine)
-    names = ("master_param", SCALES["master_param"], "param_remainder")
+    with torch._C.DisableTorchFunctionSubclass():
+        stale = find_stale([*members.values()], engine.states)
 
     def master_of(param: Tensor) -> Tensor | None:
         if param not in members:
             return None
-        stored = te_layout.stored_state(engine.states[param])
-        state = {name: x for name, x in stored.items() if name in names}
+        state = {name: x for name, x in _state(engine, param).items() if name in ENTRIES}
         member = members[param]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return saved_state(member, state, member in stale, False).get("master_param")
+            return saved_state(member, state, member in stale, False).get(MASTER)
 
     return master_of
 
 
 def saved_state(
-    parameter: Parameter, state: State, left: bool, compact: bool, keeps_remainder: bool = False
+    parameter: Parameter, state: State, is_stale: bool, compact: bool, as_te: bool = False
 ) -> State:
     """The state of a parameter in the form of a checkpoint, in torch's order of names.
 
     Args:
         parameter: The parameter.
         state: Its state in the optimizer.
-        left: Whether the parameter no longer equals its rounded master. Its own value is saved as
-            the master then.
+        is_stale: True if the master restarts from the parameter, whose value is saved in its place.
         compact: Keep codes and scales as they are stored.
-        keeps_remainder: Whether int16 remainders stay what they are.
+        as_te: Keep int16 remainders as they are.
     """
-    saved = dict(state)
-    waits = parameter.has_remainder and "param_remainder" not in state
-    if not parameter.has_master and not waits:
-        # The parameter has been converted to FP32 and needs no master any more.
-        saved.pop("master_param", None)
-        saved.pop(SCALES["master_param"], None)
-    elif (
-        waits
-        and "master_param" in state
-        and not parameter.is_rounded(local(state["master_param"]).to(parameter.param.device))
-    ):
-        saved["master_param"] = like(parameter.owner, parameter.value())
-    if not parameter.has_remainder:
-        # The parameter is no longer the upper half of a master.
-        saved.pop("param_remainder", None)
-    if left:
-        parameter.store_master(saved, parameter.value())
-    saved.pop(DIGEST, None)
-    if compact:
-        saved = with_digest(parameter, saved)
-    if not compact:
-        for name, codec in parameter.codecs.items():
-            if name in saved and not codec.exact:
-                values = StateTensor.of(saved, name, codec).decode()
-                StateTensor(PLAIN, values, None).store(saved, name, parameter.owner)
-        if "param_remainder" in saved and not keeps_remainder:
-            remainder = local(saved.pop("param_remainder"))
-            master = join_master(parameter.param.detach().to(remainder.device), remainder)
-            saved["master_param"] = like(parameter.owner, master)
-    return ordered(saved)
-
-
-def with_digest(parameter: Parameter, state: State) -> State:
-    """A state that says which codes its remainder, if it has one, belongs to: those of now."""
-    master = local(state.get("master_param"))
-    if not parameter.completes or master is None or master.dtype != torch.int8:
-        return state
-    return {**state, DIGEST: digest(parameter.param)}
+    state = dict(state)
+    if is_stale:
+        parameter.master.store(state, parameter.value())
+        if parameter.has_master and not compact:
+            StateTensor(PLAIN, parameter.value(), None).store(state, MASTER, parameter.owner)
+    saved = {name: value for name, value in state.items() if name not in ENTRIES}
+    for name, codec in parameter.codecs.items():
+        if name in saved and not (compact or codec.exact):
+            values = StateTensor.of(saved, name, codec).decode()
+            StateTensor(PLAIN, values, None).store(saved, name, parameter.owner)
+    return ordered(saved | parameter.master.saved(state, compact, as_te))
 
 
 @torch.no_grad()
 def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
     """States in which remainders say which codes they belong to, as far as this is certain."""
-    if engine.parameters.options.master_weight_dtype != torch.int8:
-        return states
     new = defaultdict(dict, states)
     for owner in engine.params:
         if isinstance(states.get(owner), dict):
             member = engine.parameters[owner]
-            if member.is_unwritten():
-                new[owner] = with_digest(member, states[owner])
+            if isinstance(member.master, CodeRemainder) and member.is_unwritten():
+                new[owner] = {**states[owner], DIGEST: digest(member.param)}
     return new
 
 
@@ -241,50 +197,56 @@ def ordered(state: State) -> State:
 # Loading
 
 
-def packed(
+@torch.no_grad()
+def loaded(
     engine: Engine, state_dict: dict[str, Any], defaults: dict[str, Any]
-) -> tuple[dict[str, Any], list[Tensor]]:
-    """A state dict with new states, which torch.optim's loading leaves as they are.
+) -> tuple[dict[Any, Any], Groups, dict[Tensor, State]]:
+    """New states and groups from a state dict.
 
     Returns:
-        The state dict, and the parameters with states; :func:`unpacked` and :func:`adopt_masters`
-        take them.
+        The states without masters, the groups, and the saved states by parameter, from which
+        :func:`load_masters` takes these.
 
     Raises:
         ValueError: If groups, shapes, dtypes, placements or numbers do not fit.
         TypeError: If a hyper-parameter is not a number.
     """
     check_is_state_dict(state_dict)
-    owners: list[Tensor] = []
-    groups = [group for group, _ in engine.groups]
-    if not has_groups_of(groups, state_dict):
-        return state_dict, owners  # torch.optim raises its own error
+    groups, options = [group for group, _ in engine.groups], engine.parameters.options
+    check_groups(groups, state_dict)
     own_masters = set()
-    if engine.parameters.options.store_param_remainders:
+    if options.store_param_remainders:
         saved = saved_keys(groups, state_dict)
         own_masters = {key for owner, key in saved if is_own_master(owner)}
     state_dict = with_steps(state_dict, own_masters)
     check_state_dict(groups, state_dict)
-    for group in state_dict["param_groups"]:
-        check_saved_numbers({**defaults, **group})
-        checks.check_options(engine.parameters.options, group.get("amsgrad", False))
-    states = dict(state_dict["state"])
-    for owner, key in saved_keys(groups, state_dict):
-        state = new_state(engine.parameters[owner], states[key])
-        states[key] = {**others(states[key]), _LOADED: _Loaded(engine.placed(owner, state))}
-        owners.append(owner)
-    return {**state_dict, "state": states}, owners
+    new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
+    for group, new in zip(groups, new_groups, strict=True):
+        check_saved_numbers({**defaults, **new})
+        checks.check_options(options, new.get("amsgrad", False))
+        new["params"] = group["params"]
+        if "param_names" in group:
+            new.setdefault("param_names", group["param_names"])
+    keys = {key: owner for owner, key in saved_keys(groups, state_dict)}
+    states: dict[Any, Any] = defaultdict(dict)
+    given: dict[Tensor, State] = {}
+    for key, saved in state_dict["state"].items():
+        owner = keys.get(key)
+        if owner is None or not isinstance(saved, dict):
+            states[key if owner is None else owner] = saved
+            continue
+        given[owner] = saved
+        state = engine.placed(owner, new_state(engine.parameters[owner], saved))
+        states[owner] = {**others(saved), **state}
+    return states, new_groups, given
 
 
-class _Loaded:
-    """A new state, which torch.optim takes for one value."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def complete_groups(groups: Groups, defaults: dict[str, Any], capturable: bool) -> None:
-    """Give groups that torch.optim has loaded, copied or unpickled what this optimizer needs."""
+    """Give groups that were loaded, copied or unpickled what this optimizer needs."""
     for group in groups:
         for name, value in defaults.items():
             group.setdefault(name, value)
@@ -295,39 +257,88 @@ def complete_groups(groups: Groups, defaults: dict[str, Any], capturable: bool) 
             group["lr"] = float(group["lr"])
 
 
-def unpacked(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
-    """The states that torch.optim has loaded, copied or unpickled, ready for use."""
+def with_counts(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
+    """States that were loaded, copied or unpickled, with counts of their own."""
     new = defaultdict(dict)
-    for param, values in states.items():
-        if isinstance(values, dict):
-            values = dict(values)
-            if _LOADED in values:
-                values.update(values.pop(_LOADED).state)
-            if "step" in values:
+    for param, state in states.items():
+        if isinstance(state, dict):
+            state = dict(state)
+            if "step" in state:
                 device = param.device if capturable else "cpu"
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device=device)
-                values["step"] = step.reshape(()).clone()
-        new[param] = values
+                step = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+                state["step"] = step.reshape(()).clone()
+        new[param] = state
     return new
 
 
 @torch.no_grad()
-def adopt_masters(engine: Engine, owners: Sequence[Tensor]) -> None:
-    """Give parameters with the values of their rounded loaded masters the exact bytes of these.
+def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
+    """Take the masters of saved states that belong to the weights, and warn of all others.
 
-    All others keep their bytes; the next step compares them again, in case the model is loaded
-    after the optimizer.
+    Those that do not stay in the states in FP32, as the model may be loaded after the optimizer:
+    the next step asks again.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        members = {owner: engine.parameters[owner] for owner in owners if not owner.is_meta}
-        for owner, member in members.items():
-            state = engine.states[owner]
-            if member.has_remainder and "master_param" in state:
-                if not engine.on_host:
-                    split_loaded_master(member, state)
-            elif not member.has_master and "master_param" in state:
-                adopt_master(member, state)
-        adopt([member for member in members.values() if member.has_master], engine.states)
+    members = {owner: engine.parameters[owner] for owner in engine.params if not owner.is_meta}
+    masters = {}
+    for owner, member in members.items():
+        saved = given.get(owner, {})
+        if REST in saved and member.has_remainder:
+            rest = part_for(owner, saved[REST]) if is_dtensor(owner) else saved[REST]
+            zeros = torch.zeros_like(member.param, dtype=torch.int16)
+            engine.states[owner][REST] = like(owner, zeros.copy_(local(rest)))
+        elif MASTER in saved or REST in saved:
+            masters[member] = saved
+    kept = [member for member in masters if member.is_kept]
+
+    def master_of(member: Parameter) -> State:
+        return given_master(member, masters[member])
+
+    others = adopt(kept, master_of)
+    for member in kept:
+        master = master_of(member)
+        if member not in others and local(master[MASTER]).dtype != torch.int8:
+            value = member.master.read(master)
+            member.master.store(master, value.to(member.param.device))
+            if isinstance(member.master, CodeRemainder):
+                # FSDP2 may move shards before the first step.
+                master[DIGEST] = digest(member.param)
+        engine.states[member.owner] |= engine.placed(member.owner, _copies(member, master))
+    for member in masters.keys() - {*kept}:
+        adopt_master(member, given_master(member, masters[member]))
+    # torch drops the states of frozen parameters; a state of AdamW has no masters at all.
+    quantized = [member for owner, member in members.items() if checks.is_quantized(owner)]
+    lacking = [m for m in quantized if kept and m.is_kept and m not in masters]
+    warn_of_loaded(len(others), len(lacking), len(kept))
+
+
+def _copies(member: Parameter, master: State) -> State:
+    """The entries of a master in new memory, like the parameter."""
+    new: State = {}
+    for name, value in master.items():
+        value = local(value)
+        if value.shape == member.param.shape:
+            value = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
+            value = like(member.owner, value)
+        new[name] = value
+    return new
+
+
+def given_master(member: Parameter, saved: State) -> State:
+    """The local part of a saved master: an FP32 ``master_param``, or a remainder and its digest."""
+    owner, param = member.owner, member.param
+    saved = _local_part(owner, {name: saved[name] for name in ENTRIES if name in saved})
+    if MASTER not in saved:
+        return {MASTER: join_master(param.detach(), saved[REST].to(param.device))}
+    given = StateTensor.of_saved(saved, MASTER)
+    if given.codec is not INT8:
+        return {MASTER: state_like(param).copy_(given.decode())}
+    if isinstance(member.master, CodeRemainder):
+        return {MASTER: given.codes.to(param.device), DIGEST: saved[DIGEST]}
+    is_of_codes = isinstance(param, QuantizedTensor) and torch.equal(saved[DIGEST], digest(param))
+    if is_of_codes:
+        return {MASTER: complete(param, given.codes.to(param.device))}
+    # Nobody can tell what it was, so it belongs to nothing.
+    return {MASTER: torch.full_like(param, torch.nan, dtype=torch.float32)}
 
 
 def with_steps(state_dict: dict[str, Any], own_masters: Collection[Any]) -> dict[str, Any]:
@@ -366,94 +377,28 @@ def _numbers(state: State) -> State:
 
 
 def new_state(parameter: Parameter, saved: State) -> State:
-    """A copy of a saved state in the optimizer's own formats.
-
-    If the state has a master but the parameter keeps none, ``master_param`` stays in the result.
+    """A copy of a saved state in the optimizer's own formats, without its master.
 
     Raises:
         ValueError: If the placements of the state differ from those of its parameter.
     """
     owner, param = parameter.owner, parameter.param
     saved, state = _local_part(owner, saved), {}
-    for name in STATE_NAMES:
-        if name not in saved:
-            continue
-        if name in parameter.codecs:
+    for name in STATE_NAMES[:-1]:
+        if name in saved and name in parameter.codecs:
             given = StateTensor.of_saved(saved, name)
-            if given.codec is INT8:
-                _restore_remainder(parameter, saved, state)
-                continue
-            # Remainders are made of whatever codes the weight has at the next step.
-            codec = (
-                PLAIN if name == "master_param" and parameter.completes else parameter.codecs[name]
-            )
-            stored = restored(given, codec, param)
-            if name == "master_param" and not _is_exact(given, stored):
-                # Keep it in FP32: the parameter may equal the rounded original, but not the rounded
-                # narrow copy.
-                stored = StateTensor(PLAIN, state_like(param).copy_(given.decode()), None)
-            stored.store(state, name, owner)
-        else:
+            restored(given, parameter.codecs[name], param).store(state, name, owner)
+        elif name in saved:
             state[name] = like(owner, state_like(param).copy_(saved[name]))
-    remainder = saved.get("param_remainder")
-    if remainder is not None and parameter.has_remainder:
-        zeros = torch.zeros_like(param, dtype=torch.int16)
-        state["param_remainder"] = like(owner, zeros.copy_(remainder))
-    elif remainder is not None:
-        master = join_master(param, remainder.to(param.device))
-        parameter.store_master(state, state_like(param).copy_(master))
     return state
 
 
-def _restore_remainder(parameter: Parameter, saved: State, state: State) -> None:
-    """Put a saved int8 remainder into a state, or the master that it completes the weight to.
-
-    Without these the master starts from the weight.
-    """
-    remainder = saved["master_param"].to(parameter.param.device, copy=True)
-    if parameter.completes:
-        # The weight may be loaded after it, so the next step decides if it belongs to it.
-        state["master_param"] = like(parameter.owner, remainder)
-        state[DIGEST] = saved[DIGEST]
-    elif isinstance(parameter.param, QuantizedTensor) and torch.equal(
-        saved[DIGEST], digest(parameter.param)
-    ):
-        parameter.store_master(state, complete(parameter.param, remainder))
-    else:
-        _logger.warning(
-            "int8 remainders were saved with other weights than these, and are dropped: masters "
-            "start from the weights. Load the model first, or save state_dict()"
-        )
-
-
-def _is_exact(given: StateTensor, stored: StateTensor) -> bool:
-    """Whether ``stored`` holds the values of the loaded master ``given`` without rounding."""
-    if stored.codec.exact or given.codec.name == stored.codec.name:
-        return True
-    return are_equal(stored.decode(), given.decode().to(stored.codes.device, torch.float32))
-
-
-def adopt_master(parameter: Parameter, state: State) -> None:
-    """Copy a loaded master into a parameter without one of its own whose value it rounds to."""
-    master = parameter.master(state).to(torch.float32)
-    state.pop("master_param")
-    state.pop(SCALES["master_param"], None)
-    plain = parameter.param.dtype.itemsize >= 4 and not parameter.rounds_codes
-    if plain and _is_rounding(parameter, master):
+def adopt_master(parameter: Parameter, given: State) -> None:
+    """Copy a master into an FP32 parameter, which has none, if it rounds to its value."""
+    plain = parameter.param.dtype.itemsize >= 4 and not isinstance(parameter.param, QuantizedTensor)
+    if plain and _is_rounding(parameter, local(given[MASTER]).to(parameter.param.device)):
         with torch.no_grad():
-            parameter.param.copy_(master)
-
-
-def split_loaded_master(parameter: Parameter, state: State) -> None:
-    """Keep only the remainder of a loaded master whose upper half the parameter is.
-
-    Otherwise the next step decides, because the model may be loaded later.
-    """
-    master = parameter.master(state).to(torch.float32)
-    if parameter.is_rounded(master):
-        state["param_remainder"] = like(parameter.owner, split_master(master)[1])
-        state.pop("master_param")
-        state.pop(SCALES["master_param"], None)
+            parameter.param.copy_(local(given[MASTER]))
 
 
 def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
@@ -463,11 +408,11 @@ def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
     """
     value = parameter.param.detach().to(torch.float32)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    if any(are_equal(value, master.to(dtype).float()) for dtype in dtypes):
+    if any(torch.equal(value, master.to(dtype).float()) for dtype in dtypes):
         return True
     if is_dtensor(parameter.owner) or master.dim() < 2:
         return False
-    return any(are_equal(value, rounded) for rounded in known_roundings(master))
+    return any(torch.equal(value, rounded) for rounded in known_roundings(master))
 
 
 def _local_part(owner: Tensor, saved: State) -> State:
@@ -517,10 +462,16 @@ def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
             _check_saved_tensor(f"master_param of parameter {i}", saved["master_param"], param)
 
 
-def has_groups_of(groups: Groups, state_dict: dict[str, Any]) -> bool:
-    """Whether a state dict has the same number of groups, and of parameters in each."""
-    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    return sizes == [len(group["params"]) for group in groups]
+def check_groups(groups: Groups, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError, as torch.optim does, if groups of parameters differ in size."""
+    saved = state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            "optimizer's group"
+        )
 
 
 def check_state_dict(groups: Groups, state_dict: dict[str, Any]) -> None:

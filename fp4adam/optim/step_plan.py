@@ -25,6 +25,7 @@ from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.options import Options
 from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
+from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import StepCounter
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend
@@ -107,7 +108,7 @@ class StepPlan:
             m.tensors[name]
             for group in self._groups
             for m in group.members
-            if (group.kind.groups or m.completes)
+            if (group.kind.groups or m.master.codec is INT8)
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
@@ -353,8 +354,8 @@ def _fingerprint(
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
         plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
-        noted = [m for m in plain if m.has_master or m.has_remainder]
-        others = [m for m in plain if not (m.has_master or m.has_remainder)]
+        noted = [m for m in plain if m.is_kept]
+        others = [m for m in plain if not m.is_kept]
         if sharded:
             # An operation on a DTensor raises its own version, but not the local tensor's.
             add(noted)

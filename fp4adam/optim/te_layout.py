@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.parameter import DIGEST, State, is_own_master
+from fp4adam.optim.masters import DIGEST
+from fp4adam.optim.parameter import State, is_own_master
 from fp4adam.optim.state_tensor import SCALES
 
 _HIDDEN = {"step", DIGEST, *SCALES.values()}
@@ -29,11 +30,15 @@ class StateView(MutableMapping[str, Any]):
     Attributes:
         stored: The state itself.
         own_master: The parameter, if it is its own master; else None.
+        shows_step: True if it shows its step, as torch.optim's.
     """
 
-    def __init__(self, stored: State, own_master: Tensor | None = None) -> None:
+    def __init__(
+        self, stored: State, own_master: Tensor | None = None, shows_step: bool = False
+    ) -> None:
         self.stored = stored
         self.own_master = own_master
+        self.shows_step = shows_step
 
     def _stored_name(self, name: str) -> str:
         is_remainder = name == "master_param" and "param_remainder" in self.stored
@@ -43,6 +48,8 @@ class StateView(MutableMapping[str, Any]):
         shown = shown_entries(self.stored)
         if shown and self.own_master is not None:
             shown["master_param"] = self.own_master
+        if self.shows_step and "step" in self.stored:
+            shown = {"step": self.stored["step"], **shown}
         return shown
 
     def __getitem__(self, name: str) -> Any:
@@ -71,12 +78,16 @@ class StatesView(MutableMapping[Any, Any]):
 
     Attributes:
         stored: The states themselves.
-        shows_own_masters: Whether plain FP32 parameters are shown as their own masters.
+        shows_own_masters: True if plain FP32 parameters are shown as their own masters.
+        shows_steps: True if states show their steps, as torch.optim's.
     """
 
-    def __init__(self, stored: dict[Any, Any], shows_own_masters: bool) -> None:
+    def __init__(
+        self, stored: dict[Any, Any], shows_own_masters: bool, shows_steps: bool = False
+    ) -> None:
         self.stored = stored
         self.shows_own_masters = shows_own_masters
+        self.shows_steps = shows_steps
 
     def __getitem__(self, param: Any) -> Any:
         return self._view(param, self.stored[param])
@@ -116,7 +127,7 @@ class StatesView(MutableMapping[Any, Any]):
         if not isinstance(state, dict):
             return state
         is_own = self.shows_own_masters and isinstance(param, Tensor) and is_own_master(param)
-        return StateView(state, param.detach() if is_own else None)
+        return StateView(state, param.detach() if is_own else None, self.shows_steps)
 
 
 def stored_state(state: Any) -> Any:
@@ -156,7 +167,7 @@ def show_steps(engine: Engine) -> list[Any]:
     largest = others[0] if options.capturable and others else max(others, default=None)
     for group, _ in engine.groups:
         count = counts.get(id(group), largest)
-        if count is not None:
+        if count is not None and (isinstance(count, Tensor) or count or "step" in group):
             group["step"] = count if isinstance(count, Tensor) else int(count)
     return [group.get("step") for group, _ in engine.groups]
 

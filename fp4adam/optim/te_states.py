@@ -11,7 +11,7 @@ from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.parameter import Parameter, State, is_own_master
-from fp4adam.optim.state_codec import PLAIN
+from fp4adam.optim.state_codec import INT8, PLAIN
 from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 
@@ -109,6 +109,9 @@ def _read_state(member: Parameter, state: State, name: str, skip_unscale: bool) 
     """A state of a parameter in FP32; no copy if it is stored so."""
     if name == "master_param" and not member.has_master:
         return local(state["param_remainder"]) if member.has_remainder else member.param.detach()
+    if name == "master_param":
+        value = member.master.read(state)
+        return value if value.dtype == torch.float64 else value.float()
     stored = StateTensor.of(state, name, member.codecs[name])
     if skip_unscale and stored.codes.dtype == torch.bfloat16:
         return stored.codes
@@ -144,9 +147,12 @@ def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> N
             adopt_master(member, {name: value})
             return
         plain = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
-        if name == "master_param" and member.completes:
+        if name == "master_param" and member.master.codec is INT8:
             # In FP32, as after loading: the weight may not have its codes.
             StateTensor(PLAIN, plain, None).store(state, name, member.owner)
+            return
+        if name == "master_param":
+            member.master.store(state, plain.contiguous())
             return
         encoded = StateTensor.encode(member.codecs[name], plain.contiguous())
         encoded.store(state, name, member.owner)

@@ -159,7 +159,8 @@ def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     return torch.Tensor.new_empty(tensor, size, *args, **kwargs)
 
 
-# Frozen weights, such as the base of adapters, have no master that would start from the value.
+# Weights that are frozen before they have an optimizer, such as the base of adapters, get no master
+# that would start from the value.
 @implements_function(torch.Tensor.requires_grad_)
 def _requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
     _set_requires_grad(tensor, requires_grad)
@@ -171,7 +172,8 @@ def _set_requires_grad(tensor: QuantizedTensor, value: bool) -> None:
     is_frozen_now = tensor.requires_grad and not value
     torch.Tensor.requires_grad.__set__(tensor, value)
     # Not for aliases: nn.Parameter(weight.detach(), False) makes one.
-    if is_frozen_now and isinstance(tensor, torch.nn.Parameter):
+    is_base = isinstance(tensor, torch.nn.Parameter) and not tensor._shared.has_optimizer
+    if is_frozen_now and is_base:
         tensor.clear_high_precision_init_val()
 
 
@@ -259,7 +261,7 @@ def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: A
 @implements_operator(aten.copy_.default)
 def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(out, QuantizedTensor):
-        return out.copy_(source._read(out.dtype), non_blocking)
+        return out.copy_(source._as_written(out.dtype), non_blocking)
     if source.dtype not in HIGH_PRECISION_DTYPES:
         source = source.float()
     source = source.expand(out.shape) if source.shape != out.shape else source
@@ -270,13 +272,19 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         if not _reads_as(out, value):
             if out._shared.is_copy and not isinstance(out, torch.nn.Parameter):
                 _warn_of_averages(out)
-            expected = out._shared.rounded_master
-            is_expected = expected is not None and (expected.shape, *expected._window[1:]) == (
-                out.shape,
-                *out._window[1:],
-            )
-            is_expected = is_expected and _reads_as(expected, value)
-            out._write(expected if is_expected else source, non_blocking)
+            left = out._shared.left
+            if left is not None:
+                left = left._alias(tuple(out.shape), out._start, out._start_col)
+                source = left if _reads_as(left, value) else source
+            out._write(source, non_blocking)
+        elif (
+            out._shared.rows_share_scales
+            and out._shared.has_optimizer
+            and out._high_precision_init_val is None
+        ):
+            # If other ranks write theirs, these rows are quantized once more.
+            out._keep_left()
+            rows.replace_init_val(out, value)
         out.mark_unsettled()  # whatever happened here, other ranks may quantize their rows
     return out
 

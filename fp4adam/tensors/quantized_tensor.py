@@ -202,7 +202,14 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self._write(x)
         return self
 
-    def _write(self, x: Tensor, non_blocking: bool = False, amax: Tensor | None = None) -> None:
+    def _write(
+        self,
+        x: Tensor,
+        non_blocking: bool = False,
+        amax: Tensor | None = None,
+        by_step: bool = False,
+    ) -> None:
+        """Overwrite the values; only a step drops what they were before quantization."""
         shared = self._shared
         if shared.is_gathered:
             # Its amax is the shard's own tensor, so a write would corrupt the shard.
@@ -215,20 +222,49 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         if not plain and x._window == self._window:
             return  # loading an alias of itself, such as a tensor from state_dict()
         with torch.no_grad():
+            if not by_step:
+                self._keep_left()
             value = x.detach() if plain else x.pending_value()
+            # Before the first step, the same bytes keep the value that they were quantized from.
+            is_same = self._high_precision_init_val is not None and not plain
+            is_same = is_same and self._has_same_bytes(x)
             copied = not plain and rows.copy_bytes(self, x, non_blocking)
             if not copied:
                 source = (x._read() if value is None else value).to(self.device)
                 rows.write(self, source, amax)
-            if not is_new:
-                # Master weights start from a value that is loaded before the first step.
-                rows.replace_init_val(self, value, x if copied else None)
+            is_kept = not by_step or shared.init_val is not None
+            if is_kept and not (is_new or is_same and value is None):
+                # Master weights start from a value that is written before a step.
+                rows.replace_init_val(self, value)
         shared.mark_written()
         torch.autograd.graph.increment_version(self)
+
+    def _keep_left(self) -> None:
+        """Keep what a step has left, before other code writes; see ``SharedStorage``."""
+        shared = self._shared
+        is_stepped = shared.has_optimizer and self._high_precision_init_val is None
+        if is_stepped and shared.left is None and not self.is_meta:
+            shared.left = rows.every_row(self).twin()
+
+    def _has_same_bytes(self, other: "QuantizedTensor") -> bool:
+        own, others = (
+            [(name, inner.shape, inner.device) for name, inner in t.storage_tensors().items()]
+            for t in (self, other)
+        )
+        return same_format(self, other) and own == others and self.has_bytes_of(other)
+
+    def _as_written(self, dtype: torch.dtype) -> Tensor:
+        """The values that other code has written since the last step, unrounded, or :meth:`_read`.
+
+        So averages that are swapped in for validation are swapped out as they were.
+        """
+        written = None if self._shared.left is None else self._high_precision_init_val
+        return self._read(dtype) if written is None else written.to(self.device, dtype)
 
     def mark_unsettled(self) -> None:
         """Note that other ranks may have written their shards, if that changes its scales."""
         if self._shared.rows_share_scales:
+            self._keep_left()
             self._shared.unsettled = True
             self._shared.mark_written()
             torch.autograd.graph.increment_version(self)
@@ -291,9 +327,14 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def pending_value(self) -> Tensor | None:
         """The written value that cannot be quantized without the other ranks, or None."""
         shared = self._shared
-        if shared.pending is None or not shared.rows_share_scales:
+        if shared.pending is None:
             return None
         return rows.rows_of(self, shared.pending).view(self.shape)
+
+    def written_value(self) -> Tensor | None:
+        """The value before quantization, where that is kept until a step uses it."""
+        pending = self.pending_value()
+        return self._high_precision_init_val if pending is None else pending
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value.
@@ -361,6 +402,10 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             )
             return self._write(value)
         value = value.to(self.device)
+        kept = self._high_precision_init_val
+        if kept is not None and value._shared.init_val is None and self._has_same_bytes(value):
+            value._high_precision_init_val = kept
+        value._shared.stepped_by = value._shared.stepped_by or self._shared.stepped_by
         self._shared, self._start, self._start_col = value._window
         torch.autograd.graph.increment_version(self)
 
@@ -392,7 +437,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             shared,
             tensors=shared.tensors.map(fn),
             init_val=None,
-            rounded_master=None,
+            left=None,
+            stepped_by=None,
             is_gathered=False,
             pending=None if shared.pending is None else fn(shared.pending),
         )
@@ -401,7 +447,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def twin(self) -> "QuantizedTensor":
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
         shared = self._shared
-        own = dict.fromkeys(("init_val", "pending", "rounded_master"))
+        own = dict.fromkeys(("init_val", "pending", "left", "stepped_by"))
         own |= {"is_gathered": False}
         new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
         twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)

@@ -93,7 +93,8 @@ def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
         tensor._shared,
         tensors=_own_columns(tensor, _stored_between(tensor, low, high)),
         init_val=None,
-        rounded_master=None,
+        left=None,
+        stepped_by=None,
         pending=None if pending is None else rows_of(tensor, pending),
         rows=rows,
         first_row=first - low,
@@ -147,21 +148,23 @@ def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = Non
 def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
 
-    Loaders write shards row by row. Where shards share scales, their values are pending until the
-    ranks agree; else they are quantized in whole blocks.
+    Loaders write shards row by row. Values of rows that share scales with others, of the shard or
+    of other ranks, are pending until all are there; else they are quantized in whole blocks.
 
     Raises:
-        RuntimeError: If it is a slice of a whole tensor, or cuts blocks of a shard.
+        RuntimeError: If it is a slice of a whole tensor.
     """
     shared = tensor._shared
     shares_scales = shared.rows_share_scales
-    if not (is_all(tensor) or shares_scales or _is_run_of_blocks(tensor)):
+    in_blocks = is_all(tensor) or _is_run_of_blocks(tensor)
+    if not in_blocks and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
             f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
             "weight, or load into plain weights and quantize those"
         )
-    shared.unsettled |= shares_scales
+    waits = shares_scales or not in_blocks or shared.pending is not None
+    shared.unsettled |= waits
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
@@ -169,17 +172,18 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
         shared.pending = matrix.clone() if shares_scales else None
         if not shares_scales:
             _quantize(tensor, matrix, amax)
-    elif shares_scales:
+    elif waits:
         if shared.pending is None:
-            shared.pending = _unrounded(tensor, matrix.dtype)
-        if shared.pending.dtype != matrix.dtype:
-            shared.pending = shared.pending.float()
-        rows_of(tensor, shared.pending).copy_(matrix)
+            shared.pending = _with_rows(tensor, matrix)
+        else:
+            if shared.pending.dtype != matrix.dtype:
+                shared.pending = shared.pending.float()
+            rows_of(tensor, shared.pending).copy_(matrix)
     else:
         first = tensor._first_row
         storage = _stored_between(tensor, first, first + len(matrix))
         tensor.quantizer.without_derived().write(matrix.contiguous(), storage)
-        _build_derived(_every_row(tensor))
+        _build_derived(every_row(tensor))
 
 
 def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
@@ -190,12 +194,16 @@ def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
     return tensor._shared.global_spec is not None and has_all_columns(tensor) and not is_cut
 
 
-def _unrounded(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """All rows of a storage as a new matrix: the high-precision initial value, else decoded."""
+def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
+    """All rows of a storage as a new, unrounded matrix, in which a window has these values."""
     init_val = tensor._shared.init_val
     if init_val is None or init_val.is_meta:
-        return read(_every_row(tensor), dtype)
-    return init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
+        every = read(every_row(tensor), value.dtype)
+    else:
+        every = init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
+    every = every if every.dtype == value.dtype else every.float()
+    rows_of(tensor, every).copy_(value.reshape(matrix_shape(tensor)))
+    return every
 
 
 def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
@@ -227,9 +235,17 @@ def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
         return False
     rows = matrix_shape(tensor)[0]
     if shared.first_row is None:
+        left = None
+        if other.global_spec is not None:  # FSDP2 moves the shard, with what a step has left there
+            source._keep_left()
+            left = None if other.left is None else tensor.twin()
         shared.first_row = source._first_row % tensor.quantizer.layout.block
         shared.rows = rows
         _take_init_val(tensor, source)
+        shared.stepped_by = shared.stepped_by or other.stepped_by
+        if left is not None:
+            copy_bytes(left, other.left._alias(tuple(source.shape), *source._window[1:]), False)
+            shared.left = every_row(left)
         _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
     if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
         return False
@@ -247,7 +263,7 @@ def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
         width = min(targets.shape[-1], values.shape[-1])
         targets[..., :width].copy_(values[..., :width], non_blocking)
     _take_amax(tensor, source, non_blocking)
-    _build_derived(_every_row(tensor))
+    _build_derived(every_row(tensor))
     return True
 
 
@@ -399,26 +415,25 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
     return what
 
 
-def replace_init_val(
-    tensor: QuantizedTensor, value: Tensor | None, copied: QuantizedTensor | None
-) -> None:
+def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
     """Update the high-precision initial value after a write, if it is kept.
 
     Args:
         tensor: The tensor that was written.
         value: The new unrounded value; None if unknown.
-        copied: The tensor whose bytes were copied, or None.
     """
     shared = tensor._shared
+    has_init_val = shared.init_val is not shared.next_init_val
+    keeps = shared.init_val is not None or shared.has_optimizer
     if is_all(tensor):
-        if shared.init_val is not None:
+        if keeps:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
-    elif copied is not None and shared.init_val is not shared.next_init_val:
-        # Cloned, as it may be the user's own tensor. The other rows keep their values.
-        shared.init_val = shared.init_val.clone()
-        known = copied._read() if value is None else value
-        rows_of(tensor, shared.init_val).copy_(known.reshape(matrix_shape(tensor)))
+    elif shared.pending is None and not tensor.is_meta:
+        if has_init_val or (keeps and value is not None):
+            # The other rows keep their values.
+            value = tensor._read(torch.float32) if value is None else value
+            shared.init_val = _with_rows(tensor, value)
 
 
 def _take_init_val(tensor: QuantizedTensor, source: QuantizedTensor) -> None:
@@ -435,7 +450,7 @@ def rows_of(tensor: QuantizedTensor, value: Tensor) -> Tensor:
     return every_row[:, tensor._start_col : tensor._start_col + cols]
 
 
-def _every_row(tensor: QuantizedTensor) -> QuantizedTensor:
+def every_row(tensor: QuantizedTensor) -> QuantizedTensor:
     """A window on all of the storage, as a matrix."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
     return tensor._alias(

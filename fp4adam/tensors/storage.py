@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -177,11 +178,14 @@ class SharedStorage:
         first_row: Index of the first such row; None for a shard that has not been written yet.
         pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
             on rows of other ranks, or of the tensor that they were copied from.
-        init_val: The high-precision initial value, if it was kept for the optimizer; a tensor on
+        init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
             the meta device if the next value that is written is to be kept.
+        stepped_by: What lives as long as the optimizers that keep masters of the weight. While one
+            does, values that other code writes are kept as ``init_val``.
+        left: What the last step has left, as a quantized tensor, once other code has written, or
+            the rounded master that was loaded before the weight. Plain values that are equal bring
+            its bytes back, and so the master. Kept until the next step.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
-        rounded_master: A rounded loaded master weight, as a quantized tensor of these rows; writing
-            plain values equal to it copies its bytes. Kept until the next step.
         is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
         name: The name of the parameter in its model, for error messages.
         scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
@@ -195,7 +199,8 @@ class SharedStorage:
     pending: Tensor | None = None
     init_val: Tensor | None = None
     unsettled: bool = False
-    rounded_master: Any = None
+    left: Any = None
+    stepped_by: weakref.WeakSet | None = None
     is_gathered: bool = False
     name: str | None = None
     scale_group: Any = None
@@ -207,8 +212,8 @@ class SharedStorage:
     # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"init_val": None, "rounded_master": None, "is_gathered": False, "parallel": None}
-        kept["is_copy"] = False
+        kept = dict.fromkeys(("init_val", "left", "stepped_by", "parallel"))
+        kept |= {"is_gathered": False, "is_copy": False}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.
@@ -217,6 +222,11 @@ class SharedStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer keeps a master of the weight."""
+        return bool(self.stepped_by)
 
     @property
     def next_init_val(self) -> Tensor | None:

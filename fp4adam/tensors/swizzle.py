@@ -204,7 +204,8 @@ def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     ``blocks``, per row, may include the padding.
     """
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
-    return swizzled.view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    # Flat first: from [rows, blocks], torch.compile would add guards on symbolic sizes.
+    return swizzled.view(-1).view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
 
 
 def swizzle_padded(scales: Tensor) -> Tensor:

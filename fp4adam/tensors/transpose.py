@@ -66,7 +66,7 @@ def transposed_codes(codes: Tensor, bits: int) -> Tensor:
 def _transposed(codes: Tensor, bits: int) -> Tensor:
     """The same in plain operators, which ``torch.compile`` can fuse."""
     if bits == 8:
-        return codes.t().contiguous()
+        return codes.t().clone(memory_format=torch.contiguous_format)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).t()
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 

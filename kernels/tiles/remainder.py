@@ -96,15 +96,9 @@ def complete(value, factor, unit, remainder, BITS: tl.constexpr, CAPS: tl.conste
 
 @triton.jit
 def split_off(
-    master,
-    value,
-    factor,
-    inverse,
-    dither,
-    BITS: tl.constexpr,
-    SATURATES: tl.constexpr = False,
+    master, value, factor, inverse, dither, BITS: tl.constexpr, SATURATES: tl.constexpr = False,
     CAPS: tl.constexpr = False,
-):
+):  # fmt: skip
     """The int8 remainders of float32 masters, rounded with uint32 dither.
 
     value: of their codes, float32. factor: from codes to values. inverse: by :func:`unit_of_one`.

@@ -248,15 +248,9 @@ def store_scale(
 
 @triton.jit
 def load_scale_words(
-    scale_ptr,
-    start,
-    step,
-    stride,
-    CODEC: tl.constexpr,
-    LOOP: tl.constexpr,
-    BR: tl.constexpr,
+    scale_ptr, start, step, stride, CODEC: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     """The scales of LOOP tiles, ``step`` elements apart, a byte of a word each: [BR, BC / 32].
 
     For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
@@ -272,15 +266,9 @@ def load_scale_words(
 
 @triton.jit
 def store_scale_words(
-    scale_ptr,
-    start,
-    stride,
-    words,
-    CODEC: tl.constexpr,
-    LOOP: tl.constexpr,
-    BR: tl.constexpr,
+    scale_ptr, start, stride, words, CODEC: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     """Store what :func:`load_scale_words` loads."""
     if is_scaled(CODEC):
         scale = words[None, :, :] >> (8 * tl.arange(0, LOOP))[:, None, None]
@@ -290,16 +278,9 @@ def store_scale_words(
 
 @triton.jit
 def load_state(
-    ptr,
-    start,
-    stride,
-    mask,
-    scale,
-    CODEC: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     LANES: tl.constexpr = 4,
-):
+):  # fmt: skip
     """Load a tile of a state as float32 [BR, BC], with LANES neighbours per thread.
 
     start: int64 offset of the tile. stride: distance of its rows. mask: [BR, BC] or None. scale:
@@ -317,18 +298,9 @@ def load_state(
 
 @triton.jit
 def store_state(
-    ptr,
-    start,
-    stride,
-    mask,
-    x,
-    dither,
-    CODEC: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    STORE: tl.constexpr = True,
-    LANES: tl.constexpr = 4,
-):
+    ptr, start, stride, mask, x, dither, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    STORE: tl.constexpr = True, LANES: tl.constexpr = 4,
+):  # fmt: skip
     """Store a float32 tile of a state, but not its scales.
 
     STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
@@ -374,16 +346,9 @@ def join_master(param, remainder):
 
 @triton.jit
 def load_value(
-    ptr,
-    extra_ptr,
-    start,
-    stride,
-    mask,
-    scale,
-    CODEC: tl.constexpr,
-    BR: tl.constexpr,
+    ptr, extra_ptr, start, stride, mask, scale, CODEC: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     """Load a tile of the value that Adam updates, as float32 [BR, BC].
 
     CODEC: "plain" for numbers of any floating type; "remainder" for BF16 with the int16 remainder

@@ -238,8 +238,11 @@ def more_experts(stored):
         ),
         (without_expert, "got 'experts.0.down_proj.weight_.*' and none for 'experts.2.down_proj"),
         (in_high_precision, "none for 'experts.2.down_proj.weight'; .* in high precision"),
-        (other_rows, "one shape to be stacked, got .* for 'experts.0.down_proj.weight_packed'"),
-        (other_dtype, "one dtype to be stacked, got torch.uint8"),
+        (
+            other_rows,
+            "one shape and dtype to be stacked, got .* in 'experts.down_proj.weight_packed'",
+        ),
+        (other_dtype, "one shape and dtype to be stacked, got .*torch.uint8"),
         (more_experts, "such as 'experts.3.down_proj"),
     ],
 )

@@ -130,7 +130,11 @@ def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def full(value: Tensor) -> Tensor:
-    return value.full_tensor() if local(value) is not value else value
+    if local(value) is value:
+        return value
+    # gloo gathers no int16, which remainders are in.
+    is_int16 = value.dtype == torch.int16
+    return value.int().full_tensor().short() if is_int16 else value.full_tensor()
 
 
 def step_in_parallel(
@@ -143,10 +147,6 @@ def step_in_parallel(
     quantizer = WITH_GEMM_SCALES.get(recipe, recipe) if isinstance(recipe, str) else recipe
     whole, sharded = (build(rows, cols, quantizer, torch.bfloat16) for _ in range(2))
     fully_shard(sharded, mesh=all_ranks())
-    if options.get("master_weight_dtype") == torch.int8:
-        # The first gathering moves shards to other memory, which would drop their remainders.
-        sharded.unshard()
-        sharded.reshard()
     expected = FP4Adam(whole.parameters(), **OPTIONS, **options)
     optimizer = FP4Adam(sharded.parameters(), **OPTIONS, **options)
     for step in range(last + 1):
@@ -596,6 +596,7 @@ def train_quantized_matmuls(rank: int) -> None:
         ("nvfp4", codes),
         ("mxfp8", codes),
         ("float8block", codes),
+        ("float8", codes),
         ("nvfp4", fake),
     ):
         recipe = Recipe(weights, **options)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
-from fp4adam.distributed.dtensor import like, local
+from fp4adam.distributed.dtensor import local
 from helpers import assert_identical
 from late_link import LateLink, offload_to
 from ranks import all_ranks, home, run, use_kernels
@@ -146,23 +145,3 @@ def save_and_load(rank: int, folder: str) -> None:
 
 def test_distributed_checkpoints_go_both_ways(tmp_path: Any) -> None:
     run(save_and_load, 2, str(tmp_path))
-
-
-def gather_state(rank: int) -> None:
-    """A state is moved to the mesh's device before it is gathered."""
-    with offload_to(LateLink(), 12 * 64 * 32):
-        model, optimizer = make("mxfp8", True)
-        backward(model, 0)
-        optimizer.step()
-        param = next(p for p in model.parameters() if p.dim() == 2)
-        state = optimizer.state[param]["master_param"]
-        whole = state.to(home()).full_tensor()
-        assert whole.shape == param.shape
-        assert_identical([{"": like(param, local(state)).to(home()).full_tensor()}], [{"": whole}])
-        other: list[Tensor | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(other, whole.cpu())
-        assert all(torch.equal(value, whole.cpu()) for value in other)
-
-
-def test_states_are_gathered_as_others() -> None:
-    run(gather_state, 2)

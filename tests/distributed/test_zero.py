@@ -109,13 +109,13 @@ def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (dict(master_weights=[]), "master_weights must have one entry per model weight, 1, got 0"),
-        (dict(start_offsets=[0, 0]), "start_offsets must have one entry per model weight, 1"),
+        (dict(master_weights=[]), "master_weights must have one entry per weight, 1, got 0"),
+        (dict(start_offsets=[0, 0]), "start_offsets must have one entry per weight, 1"),
         (dict(fsdp_shard_model_weights=[]), "fsdp_shard_model_weights must have one entry"),
-        (dict(start_offsets=[None]), r"start_offsets\[0\] must be given where master_weights"),
+        (dict(start_offsets=[None]), r"with a start_offsets\[0\], got a Tensor and None"),
         (dict(start_offsets=[-1]), r"must lie inside its weight of 256 elements, got \[-1, 15\)"),
         (dict(start_offsets=[241]), r"must lie inside .* got \[241, 257\)"),
-        (dict(master_weights=[[1.0]]), "must be a tensor or None, got a list"),
+        (dict(master_weights=[[1.0]]), "must be a tensor with .* got a list"),
         (
             dict(master_weights=[torch.ones(32)[::2]]),
             r"master_weights\[0\] must be a flat contiguous",

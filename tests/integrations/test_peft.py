@@ -97,7 +97,7 @@ def test_adapters_train_and_merge(recipe, start, tmp_path):
     else:
         model = quantize_model(adapted(base()), recipe)
     found = summary(model)
-    assert len(found.quantized) == 2 * 7 and found.init_nbytes == 0
+    assert len(found.quantized) == 2 * 7 and found.total("init_nbytes") == 0
     assert all(p.name.endswith(".base_layer.weight") for p in found.quantized)
     before = codes(model)
     losses = losses_of(model)
@@ -138,7 +138,7 @@ def test_starts_that_change_the_base(start):
     model = adapted(dequantize_model(model), init_lora_weights=start)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     quantize_model(model, "mxfp8")  # what is left of the base, rounded once
-    assert len(summary(model).quantized) == 2 * 7 and summary(model).init_nbytes == 0
+    assert len(summary(model).quantized) == 2 * 7 and summary(model).total("init_nbytes") == 0
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0.1)
     losses = losses_of(model)
     assert losses[-1] < losses[0]
@@ -182,7 +182,7 @@ def test_lora_of_mixtures_of_experts(targets):
     )
     model = quantize_model(Qwen3MoeForCausalLM(config), "nvfp4")
     model = get_peft_model(model, LoraConfig(r=4, **targets))
-    assert len(summary(model).quantized) == 6 and summary(model).init_nbytes == 0
+    assert len(summary(model).quantized) == 6 and summary(model).total("init_nbytes") == 0
     before = codes(model)
     losses = losses_of(model)
     assert losses[-1] < losses[0]
@@ -212,7 +212,7 @@ def test_bytes_of_a_frozen_base(quantizer, expected):
     numel = 8 * 256**2
     taken = tensor_bytes() - before
     assert taken == pytest.approx(expected * numel, rel=1e-3)
-    assert summary(layers).nbytes == pytest.approx(taken, rel=1e-3)
+    assert summary(layers).total("nbytes") == pytest.approx(taken, rel=1e-3)
 
 
 def train_on_ranks(rank, sharded):

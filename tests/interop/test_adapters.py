@@ -269,7 +269,7 @@ def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
 def test_loading_an_optimizer_leaves_the_parameters_alone():
     """Training goes on from what they hold, as they are not what the loaded masters round to."""
     param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-2)
+    optimizer = FP4Adam([param], lr=1.0)  # by more than a gap between codes
     step(optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     step(optimizer, 1)

@@ -162,7 +162,7 @@ def test_frozen_weights_keep_no_second_copy(freeze):
     elif freeze == "attribute":
         for param in model.parameters():
             param.requires_grad = False
-    assert summary(model).init_nbytes == 0
+    assert summary(model).total("init_nbytes") == 0
     for param in model.parameters():
         assert not param.requires_grad and param._high_precision_init_val is None
     model.requires_grad_()

@@ -30,7 +30,7 @@ from fp4adam import (
 from fp4adam.formats import nvfp4_gradients
 from fp4adam.kernels import operands as kernels
 from fp4adam.nn import operand, scaled_matmul
-from fp4adam.nn.linear import _ScaledLinear
+from fp4adam.nn.linear import _QuantizedLinear
 from fp4adam.tensors import backend, minifloat
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
@@ -193,8 +193,8 @@ def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, sh
         # Autograd itself would look for a stream of the GPU.
         ctx = SimpleNamespace(needs_input_grad=(True, True, False))
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
-        y = _ScaledLinear.forward(ctx, x, weight, None)
-        grad_x, grad_weight, _ = _ScaledLinear.backward(ctx, torch.empty_like(y))
+        y = _QuantizedLinear.forward(ctx, x, weight, None)
+        grad_x, grad_weight, _ = _QuantizedLinear.backward(ctx, torch.empty_like(y))
         assert (y.shape, y.dtype, y.device.type) == ((2, tokens, shape[0]), x.dtype, "cuda")
         assert grad_x.shape == x.shape and grad_weight.shape == shape
     assert scaled_mm.call_count == (2 if weights == "mxfp8" else 3)
@@ -257,6 +257,8 @@ def test_what_cannot_be_multiplied_is_refused():
         Recipe(MXFP8Quantizer(columnwise=False), gradients=True)
     with pytest.raises(ValueError, match="activations=True must have rowwise codes"):
         Recipe(NVFP4Quantizer(rowwise=False), activations=True)
+    with pytest.raises(ValueError, match="weight_gradients must be True unless .* got False"):
+        Recipe("float8", activations=True, weight_gradients=False)
     with pytest.raises(ValueError, match="recipe must be one of .* got 'fp8'"):
         Recipe("fp8")
     x = randn(3, IN).requires_grad_()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -263,6 +264,25 @@ def quantize_replica(rank: int) -> None:
 
 def test_replicas_are_quantized_before_they_are_wrapped():
     run_ranks(quantize_replica, 1)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """As FSDP1 leaves a layer, for which it needs a GPU: without its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = nn.Linear(64, 64)
+        self._fsdp_wrapped_module._parameters.pop("weight")
+
+
+def test_wrappers_that_take_parameters_apart_are_named():
+    averaged = AveragedModel(nn.Sequential(nn.Linear(64, 64)))
+    for model, cure in (
+        (FullyShardedDataParallel(), "fully_shard after quantize_model"),
+        (averaged, "the model that it averages"),
+    ):
+        with pytest.raises(ValueError, match=f"wrapped by {type(model).__name__} yet.*{cure}"):
+            quantize_model(model, "nvfp4")
 
 
 def only_up(module: nn.Module, name: str) -> bool:

@@ -116,7 +116,7 @@ def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
         saved = optimizer.state_dict()
         peak = peak_bytes(functools.partial(optimizer.load_state_dict, saved))
         more.append(peak - 12 * numel * count)
-    assert more[0] < 16 * numel  # a copy of the codes, and what quantization takes on a CPU
+    assert more[0] < 18 * numel  # a master and its weight, decoded, and what that takes on a CPU
     assert more[1] - more[0] < numel, more  # a byte per element of one weight
 
 
@@ -157,4 +157,4 @@ def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
     assert rows.is_of(param.detach(), master)
     optimizer.load_state_dict(saved)
     restarted = optimizer.state_dict()["state"][0]["master_param"]
-    assert torch.equal(restarted, param.detach().dequantize(torch.float32))
+    assert torch.equal(restarted, master.clamp(-limit, limit))

@@ -87,6 +87,12 @@ def make_pair(device: str, **options: Any) -> tuple[Net, FP4Adam]:
     return model, optimizer
 
 
+def start_of(param: Tensor) -> Tensor:
+    """What a master restarts from: what other code has written, before it was rounded."""
+    written = getattr(param, "_high_precision_init_val", None)
+    return value_of(param) if written is None else written.to(param.device, torch.float32)
+
+
 def masters(optimizer: FP4Adam) -> list[Tensor]:
     """What training continues from, in FP32."""
     return [
@@ -103,7 +109,7 @@ def assert_continues(
     Moments and step counts go on, and parameters become what their masters round to.
     """
     params = all_params(optimizer)
-    starts = [*map(value_of, params)] if starts is None else starts
+    starts = [*map(start_of, params)] if starts is None else starts
     twins = [Twin.of(optimizer, param) for param in params]
     set_grads(params, seed)
     if clip is not None:
@@ -247,14 +253,19 @@ def test_a_reset_takes_values_that_bytes_do_not_show(kind: Callable, device: str
     assert_identical(optimizer.state[weight]["master_param"], value)
 
 
-def test_a_reset_frees_the_value_before_quantization(device: str) -> None:
+def test_only_a_step_and_a_reset_free_the_value_before_quantization(device: str) -> None:
     weight = make_weight(RECIPES["nvfp4"], device, keeps_value=True)
-    optimizer = FP4Adam([weight], lr=0.0)
+    optimizer = FP4Adam([weight], lr=1e-30)
     take_steps(optimizer, [0])
-    optimizer.reset_master_weights()
-    with torch.no_grad():
-        weight.copy_(random(tuple(weight.shape), 1, device))  # is not kept in its place either
-    assert not hasattr(weight, "get_high_precision_init_val")
+    for free in (lambda: take_steps(optimizer, [1]), optimizer.reset_master_weights):
+        value = random(tuple(weight.shape), 1, device)
+        with torch.no_grad():
+            weight.copy_(value)
+        weight.requires_grad_(False).requires_grad_()
+        assert_identical(weight.get_high_precision_init_val(), value)
+        free()
+        assert not hasattr(weight, "get_high_precision_init_val")
+        assert_identical(masters(optimizer), [value])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -468,7 +479,7 @@ def test_wrong_state_counts_once_there_is_a_gradient(device: str) -> None:
 def test_wrong_state_of_a_late_parameter_changes_nothing(device: str) -> None:
     """Found before the parameters in front of it are stepped."""
     model, optimizer = make_pair(device, store_param_remainders=True)
-    states = [optimizer.state[param] for param in (model.narrow, model.wide)]
+    states = [optimizer._whole.states[param] for param in (model.narrow, model.wide)]
     states[0]["master_param"] = model.narrow.detach().float()  # just loaded, beside the remainder
     for state, name, value in [(s, name, s[name]) for s in states for name in s if name != "step"]:
         state[name] = torch.zeros(2, 2, dtype=value.dtype, device=device)

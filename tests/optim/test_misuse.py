@@ -331,10 +331,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "exp_avg_sq_dtype must be float32 with amsgrad", "got torch.bfloat16")),
     "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
         "float16", "got torch.bfloat16")),
-    "remainders beside FP16 masters": (
-        new(master_weight_dtype=torch.float16, store_param_remainders=True), V,
-        ("master_weight_dtype must be torch.float32 with store_param_remainders",),
-    ),
     "group: differentiable": (
         call(lambda s: s.optimizer.add_param_group(
             {"params": [("late", s.late)], "differentiable": True})), N,
@@ -409,6 +405,9 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
+    "reset: unknown parameter": (
+        call(lambda s: s.optimizer.reset_master_weights([s.late])), V, ("parameter",),
+    ),
     # The norm of gradients
     "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
     "clip: NaN": (call(lambda s: s.optimizer.clip_grad_norm_(NAN)), V, (">= 0", "nan", "inf")),
@@ -580,10 +579,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'",)),
     "--baseline": (command("--compare", "--baseline", "nvfp4"), SystemExit, (
         "--baseline must be of bf16, fp32, got nvfp4",)),
-    "--matmul: nothing quantized": (command("--matmul", "kept", "--format", "bf16"), SystemExit, (
-        "--matmul kept needs quantized weights, got --format bf16; leave",)),
-    "--matmul kept --compile": (command("--matmul", "kept", "--compile"), SystemExit, (
-        "--matmul kept needs blocks that are not compiled, got --compile", "leave one of them")),
+    "--matmul: nothing quantized": (command("--matmul", "quantized", "--format", "bf16"),
+        SystemExit, ("--matmul quantized needs quantized weights, got --format bf16; leave",)),
     "--text": (command("--text", ".,nothing"), SystemExit, ("must be folders, got 'nothing'",)),
     "--steps": (command("--steps", "0"), SystemExit, ("a whole number from 1, got '0'",)),
     "--resume": (command("--resume", "nothing"), SystemExit, (

@@ -252,7 +252,8 @@ def test_misuse_changes_nothing(call, match):
 
 def test_parameters_without_masters_have_none_to_set():
     param = weights()[1]
-    optimizer = FusedAdam([param], master_weights=False)
+    options = {"master_weights": False, "store_param_remainders": False}
+    optimizer = FusedAdam([param], **options)
     for call in (
         lambda: optimizer.get_unscaled_state(param, "master_param"),
         lambda: optimizer.set_scaled_state(param, "master_param", param.float()),

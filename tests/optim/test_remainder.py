@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
-from fp4adam.optim.remainder import NAN, belongs_to, complete, split_off, units
+from fp4adam.optim.remainder import NAN, complete, is_in_reach, split_off, units
 from fp4adam.optim.state_codec import dither_bits
 
 QUANTIZERS = {
@@ -70,8 +70,8 @@ def test_remainders_complete_what_codes_lack(quantizer, device):
     master = complete(param, remainder)
     assert ((master - values).abs() <= 0.5001 * unit).all()
     assert torch.equal(split_off(param, master), remainder)
-    assert belongs_to(param, values) and belongs_to(param, master)
-    assert not belongs_to(param, values * 1.3)
+    assert is_in_reach(param, values) and is_in_reach(param, master)
+    assert not is_in_reach(param, values * 1.3)
     # Nothing is lost of the values themselves.
     assert not split_off(param, param.dequantize(torch.float32)).any()
 

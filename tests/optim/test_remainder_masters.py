@@ -16,9 +16,9 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim import engine, master_weights
-from fp4adam.optim.parameter import DIGEST
-from fp4adam.optim.remainder import complete
+from fp4adam.optim import master_weights
+from fp4adam.optim.masters import DIGEST
+from fp4adam.optim.remainder import complete, units
 from fp4adam.tensors import backend
 
 FP8 = torch.float8_e4m3fn
@@ -134,8 +134,7 @@ def test_state_dicts_have_whole_masters(device):
     assert compact["master_param"].dtype == torch.int8 and compact[DIGEST].dtype == torch.int64
 
 
-def test_from_fp32_masters_and_back(device, monkeypatch):
-    logged = []
+def test_from_fp32_masters_and_back(device):
     full = make(device, master_weight_dtype=torch.float32)
     for seed in (1, 2):
         step(full, seed)
@@ -143,10 +142,7 @@ def test_from_fp32_masters_and_back(device, monkeypatch):
     _copy_weights(small, full)
     small.load_state_dict(full.state_dict())
     small.param_groups[0]["lr"] = 1e-9
-    monkeypatch.setattr(engine._logger, "info", lambda *message: logged.append(message))
     step(small, 3)
-    (said,) = (message for message in logged if "become int8 remainders" in message[0])
-    assert said[1] == 2
     for a, p in zip(masters(small), params_of(full), strict=True):
         expected = full.state[p]["master_param"]
         assert (a - expected).abs().max() < 2e-3 * expected.abs().max()
@@ -159,7 +155,6 @@ def test_from_fp32_masters_and_back(device, monkeypatch):
     step(back, 5)
     for p, master in zip(params_of(back), expected, strict=True):
         assert (back.state[p]["master_param"] - master).abs().max() < 1e-7
-    assert [message for message in logged if "compiled" not in message[0]] == [said]
 
 
 @by_quantizer
@@ -250,14 +245,17 @@ def test_words_that_do_not_exist():
         FP4Adam([Parameter(torch.zeros(4))], states="4bit")
     plain = Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
     assert FusedAdam([plain], states="8bit").store_param_remainders
-    assert not FusedAdam([plain], states="8bit", master_weights=False).store_param_remainders
+    assert FusedAdam([plain], states="8bit", master_weights=False).store_param_remainders
+    options = {"master_weights": False, "store_param_remainders": False}
+    assert not FusedAdam([plain], states="8bit", **options).store_param_remainders
 
 
 def test_bytes_of_all_states(device):
     optimizer = make(device, NVFP4Quantizer(columnwise=False))
     step(optimizer, 1)
     numel = sum(p.numel() for p in params_of(optimizer))
-    stored = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    states = optimizer.compact_state_dict()["state"].values()
+    stored = [t for s in states for name, t in s.items() if t.dim() and name != DIGEST]
     weights_too = [t for p in params_of(optimizer) for t in p.detach().storage_tensors().values()]
     assert sum(t.nbytes for t in stored) / numel == 1 + 2 * (1 + 1 / 32)
     assert sum(t.nbytes for t in [*stored, *weights_too]) / numel < 3.58
@@ -279,4 +277,5 @@ def test_loaded_remainders_of_other_codes_are_dropped(quantizer, device, monkeyp
     )
     step(other, 2)
     assert logged == [len(before)]
-    assert_equal(masters(other), before)
+    for master, param, value in zip(masters(other), params_of(other), values(5), strict=True):
+        assert ((master - value.to(device)).abs() <= units(param.detach())).all()

@@ -254,6 +254,12 @@ def test_launches_do_not_depend_on_the_number_of_tensors(
         assert len(count_launches(monkeypatch, optimizer)) == kernels
 
 
+def test_operators_that_are_asked_for_launch_nothing(trained, monkeypatch):
+    trained.param_groups[0]["fused"] = False
+    set_grads(trained.param_groups[0]["params"], 2)
+    assert count_launches(monkeypatch, trained) == []
+
+
 # Clipping and overflows without waiting
 
 

@@ -89,7 +89,7 @@ def test_states_take_the_bytes_of_moments_alone():
     param = weight(MXFP8Quantizer(columnwise=False))
     optimizer = FP4Adam([param], master_weights=False, states="8bit")
     step(optimizer, 0)
-    states = optimizer.state[param].values()
+    states = optimizer.compact_state_dict()["state"][0].values()
     assert sum(t.nbytes for t in states if t.dim()) == param.numel() * (2 + 2 / 32)
     with pytest.raises(ValueError, match="without a master"):
         optimizer.get_unscaled_state(param, "master_param")

@@ -8,7 +8,7 @@ of another member.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,17 +17,71 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fp4adam import FP4Adam, quantize_model, use_plain_state_dict
+from fp4adam import FP4Adam, QuantizedTensor, quantize_model, use_plain_state_dict
 from helpers import RECIPES, bits_equal, random, stored, through_a_file
 from master_reference import Twin, same_bits, value_of
-from training_programs import GROUPS, MOVES, OVERWRITES
 
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
 COLS = 32
 MEMBERS = ("q_proj", "k_proj", "v_proj")
-OPTIONS = GROUPS[0]
-# Of the recipe that is random: its bytes depend on more than values.
-WRITES = [name for name in OVERWRITES if name not in ("data =", "swap_tensors", "copy_ of itself")]
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+
+
+# Full overwrites of a parameter by other code.
+
+
+def _values(param: Tensor, seed: int) -> Tensor:
+    return random(tuple(param.shape), 900 + seed, str(param.device), scale=0.2)
+
+
+def _copy_same_format(param: Tensor, seed: int) -> None:
+    values = _values(param, seed)
+    quantized = isinstance(param, QuantizedTensor)
+    param.copy_(param.quantizer.quantize(values) if quantized else values)
+
+
+def _quantize_(param: Tensor, seed: int) -> None:
+    if isinstance(param, QuantizedTensor):
+        param.quantize_(_values(param, seed))
+    else:
+        param.set_(_values(param, seed).to(param.dtype))
+
+
+OVERWRITES: dict[str, Callable[[Tensor, int], object]] = {
+    "copy_": lambda p, seed: p.copy_(_values(p, seed)),
+    "copy_ of its own format": _copy_same_format,
+    "copy_ through detach()": lambda p, seed: p.detach().copy_(_values(p, seed)),
+    "copy_ in inference mode": torch.inference_mode()(lambda p, seed: p.copy_(_values(p, seed))),
+    "quantize_ or set_": _quantize_,
+    "fill_": lambda p, seed: p.fill_(0.25 * (seed - 1)),
+    "normal_": lambda p, seed: p.normal_(generator=torch.Generator(p.device).manual_seed(seed)),
+    "nn.init": lambda p, seed: nn.init.uniform_(
+        p, -0.1, 0.1, generator=torch.Generator(p.device).manual_seed(seed)
+    ),
+    "data = data + more, as merges do": lambda p, seed: setattr(
+        p, "data", value_of(p).to(p.dtype) + _values(p, seed).to(p.dtype)
+    ),
+}
+
+
+# Moves that leave the values alone.
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "new memory": lambda model: model._apply(torch.clone),
+    "cpu() and back": lambda model: _there_and_back(model),
+    "share_memory()": lambda model: model.share_memory(),
+    "swap_tensors": lambda model: [
+        torch.utils.swap_tensors(p, Parameter(p.detach().clone(), p.requires_grad))
+        for p in model.parameters()
+    ],
+    "data = data": lambda model: [
+        setattr(p, "data", p.detach().clone()) for p in model.parameters()
+    ],
+}
+
+
+def _there_and_back(model: nn.Module) -> None:
+    device = next(model.parameters()).device
+    model.cpu().to(device)
 
 
 class Attention(nn.Module):
@@ -125,7 +179,7 @@ class GroupTraining(RuleBasedStateMachine):
 
     step_again = step_once_more = step
 
-    @rule(name=names, how=st.sampled_from(WRITES), seed=seeds)
+    @rule(name=names, how=st.sampled_from([*OVERWRITES]), seed=seeds)
     def overwrite(self, name: str, how: str, seed: int) -> None:
         with torch.no_grad():
             OVERWRITES[how](self.params[name], seed)

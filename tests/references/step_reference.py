@@ -278,8 +278,11 @@ class Cell:
         self.start = None
         self._keep(None)
 
-    def overwrite(self, value: Tensor) -> None:
-        """Other code writes a value, which is where a master restarts that there is."""
+    def overwrite(self, value: Tensor, is_plain: bool = True) -> None:
+        """Other code writes a value, which is where a master restarts that there is.
+
+        ``is_plain``: True if it is quantized by the write.
+        """
         remainder = self.stored.get("param_remainder")
         if remainder is not None:  # the lower bits of whatever the upper ones are now
             self.content = {"": value.to(self.dtype)}
@@ -287,10 +290,10 @@ class Cell:
             self.value = (bits + remainder).view(torch.float32)
             return
         self._write(value, False)
+        if self.format is not None and self.master != "none":
+            self.start = value if is_plain else None  # as it was written, until a step uses it
         if self.value is not None:
             self.restart()
-        elif self.start is not None:
-            self.start = value
 
     def _keep(self, random: np.ndarray | None) -> None:
         """Store the value, rounded to what the master can hold beside the parameter."""
@@ -366,11 +369,16 @@ class Oracle:
             if grad is not None:
                 cell.update(grad, {**self.options, **self.groups.get(i, {})}, **factors)
 
-    def overwrite(self, values: list[Tensor | None]) -> None:
-        """Other code writes float32 values: the masters restart from what parameters hold then."""
+    def overwrite(self, values: list[Tensor | None], are_plain: bool = True) -> None:
+        """Other code writes float32 values, from which the masters restart.
+
+        Args:
+            values: By parameter; None leaves one alone.
+            are_plain: False if they were quantized before: the masters start from the codes then.
+        """
         for cell, value in zip(self.cells, values, strict=True):
             if value is not None:
-                cell.overwrite(value)
+                cell.overwrite(value, are_plain)
 
     def overwrite_with(self, contents: list[dict[str, Any]]) -> None:
         """Other code leaves other bytes: parameters take them, and the masters restart."""

@@ -14,6 +14,7 @@ from fp4adam import (
     build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
 
@@ -76,7 +77,7 @@ WRITES = {
     "copy_": lambda rows, x: rows.copy_(x),
     "quantize_": lambda rows, x: rows.quantize_(x),
     "normal_": lambda rows, x: rows.normal_(),
-    "codes": lambda rows, x: rows.copy_(rows.quantizer.quantize(x)),
+    "codes": lambda rows, x: rows.copy_(rows.quantizer.quantize(x.repeat(2, 1))[:16]),
 }
 
 
@@ -102,14 +103,20 @@ def test_slices_are_read_only(quantizer, write):
 def test_whole_blocks_of_a_shard_with_scales_of_its_own_can_be_written():
     """As when plain values are loaded on another number of ranks."""
     whole, new = MXFP8Quantizer().quantize(randn((128, 64))), 8 * randn((64, 64), seed=1)
+    whole._high_precision_init_val = randn((128, 64))
     shard = whole.new_zeros(64, 64)
     shard.copy_(whole[64:])
     for rows_, value in ((shard[32:], new[32:]), (shard[:32], new[:32])):
         rows_.copy_(value)
+    assert torch.equal(shard.get_high_precision_init_val(), new)
     for name, inner in MXFP8Quantizer().quantize(new).storage_tensors().items():
         assert torch.equal(shard.storage_tensors()[name], inner), name
-    with pytest.raises(RuntimeError, match="must be written as a whole"):
-        shard[8:].copy_(new[8:])
+    # Rows that cut blocks wait for the others, so that each block is quantized once.
+    shard.copy_(whole[64:])
+    for rows_, value in ((shard[8:], new[8:]), (shard[:8], new[:8])):
+        rows_.copy_(value)
+    settle_shard(shard, ())
+    assert shard.has_bytes_of(MXFP8Quantizer().quantize(new)) and shard.pending_value() is None
 
 
 # Values before quantization
