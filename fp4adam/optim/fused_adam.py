@@ -17,7 +17,7 @@ from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options, storage
-from fp4adam.optim.parameter import Parameters, State
+from fp4adam.optim.target import State, Targets
 from fp4adam.tensors import backend
 
 
@@ -28,11 +28,11 @@ class Option:
         self._name = name
 
     def __get__(self, optimizer: "FusedAdam", owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer._parameters.options, self._name)
+        return self if optimizer is None else getattr(optimizer._targets.options, self._name)
 
     def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
-        parameters = optimizer._parameters
-        parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
+        targets = optimizer._targets
+        targets.options = dataclasses.replace(targets.options, **{self._name: value})
 
 
 class FusedAdam(Optimizer):
@@ -198,12 +198,12 @@ class FusedAdam(Optimizer):
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
-        head = self._parameters.options.describe()
+        head = self._targets.options.describe()
         head += f"Gradient release: {self._is_releasing}\n"
         return super().__repr__().replace("(\n", f"(\n{head}", 1)
 
     def _set_up(self, options: Options) -> None:
-        self._parameters = Parameters(options)
+        self._targets = Targets(options)
         self._whole = self._new_engine({})
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
@@ -211,7 +211,7 @@ class FusedAdam(Optimizer):
 
     def _new_engine(self, states: dict[Tensor, State]) -> Engine:
         kind = OffloadedEngine if self.offload_states else Engine
-        return kind(self._parameters, [], states)
+        return kind(self._targets, [], states)
 
     @property
     def _engine(self) -> Engine:
@@ -221,7 +221,7 @@ class FusedAdam(Optimizer):
 
     def _forget(self) -> None:
         """Drop the plan, and all that is known of who has written to the parameters."""
-        self._parameters.forget_marks()
+        self._targets.forget_marks()
         self._whole.forget()
         if self._is_releasing:
             self._release.forget(self._engine)
@@ -243,7 +243,7 @@ class FusedAdam(Optimizer):
         if self._has_te_layout:
             self._take_steps(self._engine)
             self._show_steps(self._engine)
-        elif not self._parameters.options.hides_states:
+        elif not self._targets.options.hides_states:
             return engine.states
         if engine.view is None or engine.view.stored is not engine.states:
             # Megatron asks a state for a master with decoupled gradients, without them for none.
@@ -260,7 +260,7 @@ class FusedAdam(Optimizer):
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
-        options = self._parameters.options
+        options = self._targets.options
         capturing.check_option(options, group)
         check_hyper_parameters(options.name, group)
         checks.check_options(options, group["amsgrad"])
@@ -276,8 +276,8 @@ class FusedAdam(Optimizer):
         try:
             super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
-                checks.check_param(self._parameters.options, param)
-            self._parameters.meet(self.param_groups[-1]["params"])
+                checks.check_param(self._targets.options, param)
+            self._targets.meet(self.param_groups[-1]["params"])
             self._join_groups()
         except BaseException:
             del self.param_groups[count:]
@@ -289,7 +289,7 @@ class FusedAdam(Optimizer):
         """What else happens to new parameters."""
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "options": self._parameters.options}
+        state = {**super().__getstate__(), "options": self._targets.options}
         # Copies know nothing of who wrote what, so remainders take along which codes they are for.
         engine = self._engine
         state["state"] = saving.with_digests(engine, engine.states)
@@ -303,7 +303,7 @@ class FusedAdam(Optimizer):
         saving.complete_groups(state["param_groups"], state["defaults"], options.capturable)
         super().__setstate__(state)
         self.state = saving.with_counts(states, options.capturable)
-        self._parameters.meet(self._engine.params)
+        self._targets.meet(self._engine.params)
 
     # The step
 
@@ -357,7 +357,7 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.offload_states != isinstance(self._whole, OffloadedEngine):
-            capturing.check_option(self._parameters.options, self.defaults)
+            capturing.check_option(self._targets.options, self.defaults)
             self._whole.settle()
             self._whole = self._new_engine(self._whole.states)
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
@@ -368,7 +368,7 @@ class FusedAdam(Optimizer):
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        engine, options = self._engine, self._parameters.options
+        engine, options = self._engine, self._targets.options
         if self._is_releasing:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
@@ -568,7 +568,7 @@ class FusedAdam(Optimizer):
         """
         hooks = self._optimizer_load_state_dict_pre_hooks
         state_dict = self._passed(hooks, state_dict.copy())
-        engine, capturable = self._engine, self._parameters.options.capturable
+        engine, capturable = self._engine, self._targets.options.capturable
         with torch._C.DisableTorchFunctionSubclass():
             states, groups, given = saving.loaded(engine, state_dict, self.defaults)
             saving.complete_groups(groups, self.defaults, capturable)

@@ -27,8 +27,7 @@ from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.master_weights import adopt, find_stale
 from fp4adam.optim.options import Options
-from fp4adam.optim.parameter import Parameter as Stepped
-from fp4adam.optim.parameter import Parameters
+from fp4adam.optim.target import Target, Targets
 from fp4adam.optim.te_layout import stored_state
 
 _OF_GROUP = ("params", "param_names")
@@ -109,7 +108,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _set_up(self) -> None:
         name = type(self).__name__
-        self._parameters = Parameters(Options(name, quantize_from=self.quantize_from))
+        self._targets = Targets(Options(name, quantize_from=self.quantize_from))
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -121,7 +120,7 @@ class MasterWeightOptimizer(Optimizer):
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             for param in group["params"]:
-                checks.check_param(self._parameters.options, param)
+                checks.check_param(self._targets.options, param)
                 if param.is_meta:
                     raise RuntimeError(
                         f"parameters must have values for {type(self).__name__}, got one of shape "
@@ -143,7 +142,7 @@ class MasterWeightOptimizer(Optimizer):
         """What to step for each parameter: a new master with its value, or the parameter itself."""
         stepped: dict[Tensor, Tensor] = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [*map(self._parameters.__getitem__, params)]
+            views = [*map(self._targets.__getitem__, params)]
             for view in views:
                 stepped[view.owner] = view.owner
                 if view.has_master:
@@ -206,7 +205,7 @@ class MasterWeightOptimizer(Optimizer):
         # A set of tensors cannot be copied by torch.optim's own loading, nor can a state be set.
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
         self._set_up()
-        self._parameters.meet(self._params())
+        self._targets.meet(self._params())
 
     # The step
 
@@ -263,7 +262,7 @@ class MasterWeightOptimizer(Optimizer):
         return evaluate
 
     @torch.no_grad()
-    def _checked_views(self) -> dict[Tensor, Stepped]:
+    def _checked_views(self) -> dict[Tensor, Target]:
         """The views of all parameters; raises if one does not fit its master or its gradient."""
         params = self._params()
         checks.check_distinct(params)
@@ -273,7 +272,7 @@ class MasterWeightOptimizer(Optimizer):
                 "others in param_groups; use add_param_group, or create a new optimizer"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            views = {param: self._parameters[param] for param in params}
+            views = {param: self._targets[param] for param in params}
             sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
             for param, view in views.items():
                 self._check_view(view)
@@ -283,7 +282,7 @@ class MasterWeightOptimizer(Optimizer):
                     checks.check_scale_group(peers, scales)
         return views
 
-    def _check_view(self, view: Stepped) -> None:
+    def _check_view(self, view: Target) -> None:
         name, param, master = type(self).__name__, view.owner, self._stepped[view.owner]
         if param.grad is not None:
             checks.check_gradient(name, param, local(param.grad))
@@ -299,7 +298,7 @@ class MasterWeightOptimizer(Optimizer):
             )
 
     @torch.no_grad()
-    def _restart(self, views: Mapping[Tensor, Stepped]) -> None:
+    def _restart(self, views: Mapping[Tensor, Target]) -> None:
         """Restart the masters of parameters that other code has written."""
         with torch._C.DisableTorchFunctionSubclass():
             settle_written(sharded_weights(views))
@@ -307,7 +306,7 @@ class MasterWeightOptimizer(Optimizer):
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.record()
 
-    def _left(self, views: Iterable[Stepped]) -> Container[Stepped]:
+    def _left(self, views: Iterable[Target]) -> Container[Target]:
         masters = [view for view in views if view.has_master]
         return find_stale(masters, self._master_states())
 
@@ -337,7 +336,7 @@ class MasterWeightOptimizer(Optimizer):
         """Round the masters of ``params`` to them; a new amax changes all that share it."""
         with torch._C.DisableTorchFunctionSubclass():
             with_masters = [p for p, master in self._stepped.items() if master is not p]
-            views = {param: self._parameters[param] for param in with_masters}
+            views = {param: self._targets[param] for param in with_masters}
             moving = {
                 param
                 for group in self.param_groups
@@ -350,8 +349,8 @@ class MasterWeightOptimizer(Optimizer):
             scales = {view.scales for view in stepped if view.owner in moving}
             written = [view for view in views.values() if view.scales in scales]
             masters = [local(self._stepped[view.owner]) for view in written]
-            quantized = [i for i, view in enumerate(written) if type(view) is not Stepped]
-            plain = [i for i, view in enumerate(written) if type(view) is Stepped]
+            quantized = [i for i, view in enumerate(written) if type(view) is not Target]
+            plain = [i for i, view in enumerate(written) if type(view) is Target]
             borrowed = [view.borrowed for view in written if view.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
@@ -388,7 +387,7 @@ class MasterWeightOptimizer(Optimizer):
         checks.check_known(params, self._stepped)
         with torch._C.DisableTorchFunctionSubclass():
             settle_written(sharded_weights(params))
-            views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
+            views = [view for view in map(self._targets.__getitem__, params) if view.has_master]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.free_initial_value()
@@ -403,7 +402,7 @@ class MasterWeightOptimizer(Optimizer):
         written to a parameter, its value replaces the outdated master.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [self._parameters[param] for param in self._in_use if not param.is_meta]
+            views = [self._targets[param] for param in self._in_use if not param.is_meta]
             left = self._left(views)
             values = {v.owner: like(v.owner, v.value()) for v in views if v in left}
 
@@ -460,7 +459,7 @@ class MasterWeightOptimizer(Optimizer):
                     local(master).detach().copy_(value)
                 else:
                     master.data = value  # on the device where it was
-            self._parameters.forget_marks()
+            self._targets.forget_marks()
             raise
 
     @torch.no_grad()
@@ -472,7 +471,7 @@ class MasterWeightOptimizer(Optimizer):
         }
         with torch._C.DisableTorchFunctionSubclass():
             self._move_masters()
-            views = {param: self._parameters[param] for param in self._stepped}
+            views = {param: self._targets[param] for param in self._stepped}
             masters = {param: states[key].pop("master_param", None) for param, key in keys.items()}
             others = {k: v for k, v in loaded["state"].items() if k not in states}
             groups = [
