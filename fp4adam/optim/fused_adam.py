@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fp4adam.formats.scale_groups import ScaleGroups, lists_of_members
 from fp4adam.optim import capturable as capturing
-from fp4adam.optim import checks, te_layout, te_states
+from fp4adam.optim import checks, grouping, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
@@ -81,7 +82,9 @@ class FusedAdam(Optimizer):
         weight_decay: Weight decay coefficient, >= 0.
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
-        adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
+        adam_w_mode: Decoupled decay (AdamW), the default; False adds ``weight_decay * param`` to
+            the gradient. This is Transformer Engine's keyword: an :class:`FP4Adam` that is given it
+            has the layout of :class:`FusedAdam`, as Megatron-LM expects.
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
@@ -98,6 +101,12 @@ class FusedAdam(Optimizer):
         maximize: Ascend instead of descend.
         offload_states: Keep masters and moments in pinned host memory. They stream through the GPU
             during the step, which gives the same bits. Parameters must be on a GPU.
+        quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
+            parameter's nominal dtype first, as Megatron's distributed optimizer does.
+        scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
+            of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
+            rules need ``params=model.named_parameters()``. None keeps the groups made by
+            ``quantize_model(..., scale_groups=...)``; () means no groups.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, and compute the scalars of a
@@ -124,6 +133,7 @@ class FusedAdam(Optimizer):
     store_param_remainders, use_decoupled_grad, offload_states, set_grad_none = (
         Option() for _ in range(4)
     )
+    quantize_from = Option()
 
     def __init__(
         self,
@@ -135,7 +145,7 @@ class FusedAdam(Optimizer):
         amsgrad: bool = False,
         *,
         bias_correction: bool = True,
-        adam_w_mode: bool = True,
+        adam_w_mode: bool | None = None,
         master_weights: bool = True,
         states: Literal["8bit", "16bit", "32bit"] = "32bit",
         exp_avg_dtype: torch.dtype | None = None,
@@ -144,6 +154,8 @@ class FusedAdam(Optimizer):
         store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
         offload_states: bool = False,
+        quantize_from: Literal["master", "param_dtype"] = "master",
+        scale_groups: ScaleGroups | None = None,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -151,6 +163,13 @@ class FusedAdam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        checks.check_quantize_from(quantize_from)
+        if scale_groups is not None and not callable(scale_groups):
+            scale_groups = lists_of_members(scale_groups)
+        # Transformer Engine's keyword, which torch does not have, tells whose code this is.
+        self._has_te_layout = self._has_te_layout or adam_w_mode is not None
+        adam_w_mode = adam_w_mode is None or adam_w_mode
+        self.scale_groups = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -183,18 +202,23 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad,
             offload_states=offload_states,
             set_grad_none=set_grad_none,
+            quantize_from=quantize_from,
         )
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
                 DeprecationWarning,
-                stacklevel=2 if type(self) is FusedAdam else 3,
+                stacklevel=2,
             )
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
+        self.scale_groups = scale_groups
+        self._join_scale_groups()
+        if not self._has_te_layout:
+            grouping.warn_of_plain_matrices(self._engine.params)
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
@@ -278,18 +302,20 @@ class FusedAdam(Optimizer):
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
             self._targets.meet(self.param_groups[-1]["params"])
-            self._join_groups()
+            self._join_scale_groups()
         except BaseException:
             del self.param_groups[count:]
             raise
         if self._is_releasing:
             self._release.attach(self._engine)
 
-    def _join_groups(self) -> None:
-        """What else happens to new parameters."""
+    def _join_scale_groups(self) -> None:
+        if self.scale_groups is not None:
+            grouping.join_scale_groups(self.param_groups, self.scale_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "options": self._targets.options}
+        own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
+        state = {**super().__getstate__(), **own, "options": self._targets.options}
         # Copies know nothing of who wrote what, so remainders take along which codes they are for.
         engine = self._engine
         state["state"] = saving.with_digests(engine, engine.states)
