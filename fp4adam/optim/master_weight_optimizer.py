@@ -26,8 +26,7 @@ from fp4adam.optim.engine import Engine
 from fp4adam.optim.master_weights import adopt, find_stale
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
-from fp4adam.optim.parameter import Parameter as Target
-from fp4adam.optim.parameter import Parameters
+from fp4adam.optim.target import Target, Targets
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -107,7 +106,7 @@ class MasterWeightOptimizer(Optimizer):
     def _set_up(self, quantize_from: str) -> None:
         self.quantize_from = quantize_from
         options = Options(type(self).__name__, quantize_from=quantize_from)
-        self._parameters = Parameters(options)
+        self._targets = Targets(options)
         self._masters: dict[Tensor, Tensor] = {}  # while they are in the place of parameters
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class MasterWeightOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state["quantize_from"])
         super().__setstate__(state)
-        self._parameters.meet(self._params())
+        self._targets.meet(self._params())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group."""
@@ -128,7 +127,7 @@ class MasterWeightOptimizer(Optimizer):
             else:
                 super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
-                checks.check_param(self._parameters.options, param)
+                checks.check_param(self._targets.options, param)
                 if param.is_meta:
                     raise RuntimeError(
                         f"parameters must have values for {type(self).__name__}, got one of shape "
@@ -141,9 +140,9 @@ class MasterWeightOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _targets(self) -> list[Target]:
+    def _with_masters(self) -> list[Target]:
         """Those with a master in their state."""
-        targets = [self._parameters[p] for p in self._params() if MASTER in self.state.get(p, {})]
+        targets = [self._targets[p] for p in self._params() if MASTER in self.state.get(p, {})]
         return [target for target in targets if target.has_master]
 
     # Masters in the place of parameters
@@ -151,7 +150,7 @@ class MasterWeightOptimizer(Optimizer):
     def _new_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """New masters of those of ``params`` that are stepped by one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            targets = [self._parameters[param] for param in params]
+            targets = [self._targets[param] for param in params]
             return {t.owner: like(t.owner, t.value()) for t in targets if t.has_master}
 
     def _enter(self, masters: dict[Tensor, Tensor]) -> None:
@@ -185,10 +184,10 @@ class MasterWeightOptimizer(Optimizer):
 
     def _enter_step(self, params: Iterable[Tensor] = ()) -> None:
         """Put all masters in the place of their parameters; make those of ``params`` first."""
-        masters = {t.owner: self.state[t.owner][MASTER] for t in self._targets()}
+        masters = {t.owner: self.state[t.owner][MASTER] for t in self._with_masters()}
         new = self._new_masters(param for param in params if param not in masters)
         for param in new:
-            self._parameters[param].record()
+            self._targets[param].record()
         for param in self._params():
             state = self.state.get(param, {})
             if state.pop(MASTER, None) is not None and not state:
@@ -262,26 +261,26 @@ class MasterWeightOptimizer(Optimizer):
         together: dict[Hashable, list[Tensor]] = defaultdict(list)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
-                together[self._parameters[param].scales].append(param)
+                together[self._targets[param].scales].append(param)
                 if param.grad is not None:
                     checks.check_gradient(name, param, local(param.grad))
                 kept = {k: x for k, x in self.state.get(param, {}).items() if k == MASTER}
-                checks.check_state(param, kept, self._parameters.options)
+                checks.check_state(param, kept, self._targets.options)
             for scales, peers in together.items():
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
             settle_written(sharded_weights(params))
-            stale = find_stale(self._targets(), self.state)
+            stale = find_stale(self._with_masters(), self.state)
             self._engine.reset_masters([target.owner for target in stale])
 
     @property
     def _engine(self) -> Engine:
         """What resets masters; it steps nothing."""
-        return Engine(self._parameters, [], self.state)
+        return Engine(self._targets, [], self.state)
 
     def _with_gradients(self) -> list[Tensor]:
         """The parameters with a gradient, and all that share scales with them."""
-        scales = {p: self._parameters[p].scales for p in self._params()}
+        scales = {p: self._targets[p].scales for p in self._params()}
         chosen = {scales[param] for param in scales if param.grad is not None}
         return [param for param in scales if scales[param] in chosen]
 
@@ -291,7 +290,7 @@ class MasterWeightOptimizer(Optimizer):
         for group in self.param_groups:
             moves = "lr" not in group or updates_params(group)
             for param in stepped & {*group["params"]}:
-                self._parameters[param].free_initial_value(moves)
+                self._targets[param].free_initial_value(moves)
                 if not moves:
                     stepped.discard(param)
         self._write(stepped)
@@ -300,8 +299,8 @@ class MasterWeightOptimizer(Optimizer):
     def _write(self, params: Iterable[Tensor]) -> None:
         """Round masters to those of ``params`` that have one; a scale group is written whole."""
         with torch._C.DisableTorchFunctionSubclass():
-            chosen = {self._parameters[param].scales for param in params}
-            targets = [target for target in self._targets() if target.scales in chosen]
+            chosen = {self._targets[param].scales for param in params}
+            targets = [target for target in self._with_masters() if target.scales in chosen]
             quantized = [each for each in targets if isinstance(each.param, QuantizedTensor)]
             borrowed = [each.borrowed for each in targets if each.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
@@ -343,7 +342,7 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = {each.owner: each for each in find_stale(self._targets(), self.state)}
+            stale = {each.owner: each for each in find_stale(self._with_masters(), self.state)}
             for param, key in saving.saved_keys(self.param_groups, state_dict):
                 if param in stale:
                     value = like(param, stale[param].value())
@@ -377,7 +376,7 @@ class MasterWeightOptimizer(Optimizer):
         states, loaded = dict(state_dict["state"]), {}
         for param, key in saving.saved_keys(self.param_groups, state_dict):
             states[key] = {name: _own_part(param, value) for name, value in states[key].items()}
-            loaded[self._parameters[param]] = states[key].pop(MASTER, None)
+            loaded[self._targets[param]] = states[key].pop(MASTER, None)
         masters = self._new_masters(target.owner for target in loaded)
         with_masters = []
         for target, value in loaded.items():
