@@ -125,11 +125,7 @@ class Engine:
 
     def check_call(self) -> None:
         """Raise if a step is impossible here and now, whatever the parameters are."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
+        checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
 
