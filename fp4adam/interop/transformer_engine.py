@@ -195,10 +195,6 @@ class Float8Adapter(TransformerEngineAdapter):
             fields |= {"scale": tensor._quantizer.scale, "amax": tensor._quantizer.amax}
         return fields
 
-    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        quantizer = tensor._quantizer
-        return (quantizer.scale, quantizer.amax) if _is_delayed(quantizer) else (None, None)
-
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor._reset_caches()
 
