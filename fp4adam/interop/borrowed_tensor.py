@@ -197,7 +197,9 @@ class BorrowedTensor:
                 self._refuse(name, f"contiguous and as large as {size}")
             return field.view(size)
         if extent is not None:
-            if field.dim() != 2 or any(n < least for n, least in zip(field.shape, extent)):
+            if field.dim() != 2 or not (
+                field.shape[0] >= extent[0] and field.shape[1] >= extent[1]
+            ):
                 self._refuse(name, f"of two dimensions and at least {[*extent]}")
             return field[tuple(map(slice, extent))]
         return field
