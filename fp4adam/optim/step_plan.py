@@ -374,7 +374,6 @@ def _fingerprint(
         for member, span in zip(own, spans[i], strict=True):
             indices[member] += span
     for member, found in indices.items():
-        member.record()
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
 
