@@ -328,14 +328,14 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def found_inf(run: Run, oracle: Oracle, seed: int) -> None:
     """GradScaler divides gradients by its scale, and skips steps that overflow."""
-    scale = torch.tensor(4.0)
+    scale = torch.full((1,) * (seed % 3), 3.0, dtype=torch.float64 if seed % 2 else torch.float32)
     for overflow in (False, True, False):
         run.optimizer.grad_scale = scale.to(run.device)
         run.optimizer.found_inf = torch.tensor(float(overflow), device=run.device)
         grads = run.grads(seed)
         run.step(grads)
         if not overflow:
-            oracle.step(grads, grad_scale=scale)
+            oracle.step(grads, grad_scale=scale.float())
     del run.optimizer.grad_scale, run.optimizer.found_inf
 
 
@@ -519,7 +519,13 @@ def averaged(run: Run, oracle: Oracle, seed: int) -> None:
     """An average in high precision leaves the training alone."""
     average = AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.5))
     average.update_parameters(run.model)
+    first = oracle.cells[0].decoded()
+    both(run, oracle, seed)
+    average.update_parameters(run.model)
     assert not any(isinstance(param, QuantizedTensor) for param in average.parameters())
+    expected = (first + oracle.cells[0].decoded()) / 2
+    found = average.module.weight0.detach().float().cpu()  # in BF16
+    torch.testing.assert_close(found, expected, rtol=0, atol=expected.abs().max().item() / 128)
 
 
 @move
