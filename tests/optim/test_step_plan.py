@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from triton.runtime import _async_compile
 
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
-from helpers import RECIPES, assert_same_training, randn
+from fp4adam.optim import launch_group
+from helpers import RECIPES, assert_identical, assert_same_training, make_weight, randn
 from waits import refusing_waits
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -90,6 +92,40 @@ def test_unaligned_codes_take_the_slower_path(trained):
     trained.step()
     assert [member.owner is param for member in trained._whole.plan._by_operators] == [True]
     assert_goes_on_as_operators(trained)
+
+
+# What fails
+
+
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+def test_a_first_step_whose_kernels_cannot_be_compiled_is_repeated(states, device, monkeypatch):
+    params = [make_weight(RECIPES["mxfp8"], device, keeps_value=True), *make_params(device)]
+    both = [FP4Adam(some, lr=1e-2, states=states) for some in (params, copy.deepcopy(params))]
+    before = copy.deepcopy([param.detach() for param in params])
+
+    def fails(*_):
+        raise RuntimeError("out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_group, "step_launch", fails)
+        set_grads(params, 0)
+        with pytest.raises(RuntimeError, match="out of registers"):
+            both[0].step()
+    assert_identical([param.detach() for param in params], before)
+    for seed in range(2):
+        for optimizer in both:
+            set_grads(optimizer.param_groups[0]["params"], seed)
+            optimizer.step()
+    assert_same_training(*both)
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_no_mode_of_triton_behind():
+    def compiles():
+        _async_compile.active_mode.get().submit("key", lambda: 1 / 0, print)
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.compile_together([compiles])
 
 
 # Launches
