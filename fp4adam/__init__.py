@@ -16,7 +16,6 @@ from fp4adam.checkpoints.updates import WeightUpdate as WeightUpdate
 from fp4adam.distributed import collectives as collectives
 from fp4adam.distributed import fsdp as fsdp
 from fp4adam.distributed import tensor_parallel as tensor_parallel
-from fp4adam.distributed.cast import PartialCast as PartialCast
 from fp4adam.distributed.shards import check_shards as check_shards
 from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
 from fp4adam.distributed.zero import (

@@ -21,7 +21,7 @@ from fp4adam.distributed.dtensor import (
     local,
     shard_size,
 )
-from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
 from fp4adam.optim.adam import Scalars
@@ -399,7 +399,7 @@ class Parameter:
         value_codec, exp_avg_codec, exp_avg_sq_codec = self.step_codecs
         return Kind(
             quantizer=self.param.quantizer if quantized else None,
-            groups=groups_of(self.shards) if quantized else (),
+            groups=tuple(info.group for info in self.shards) if quantized else (),
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
             value_dtype=self.stepped.dtype,
             write_dtype=self.write_dtype if writes else None,

@@ -11,10 +11,10 @@ from fp4adam import (
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     build_columnwise,
     post_all_gather_processing,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.formats.mx import MXQuantizer, layout
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor

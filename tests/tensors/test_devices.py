@@ -10,11 +10,11 @@ from fp4adam import (
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     Recipe,
     build_columnwise,
     unswizzle_scales,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.kernels.launch import launch
 from fp4adam.nn import operand
 from fp4adam.tensors import backend

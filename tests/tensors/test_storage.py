@@ -12,11 +12,11 @@ from fp4adam import (
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     QuantizedTensor,
     build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors.storage import SharedStorage, Storage
 from helpers import through_a_file
 
