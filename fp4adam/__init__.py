@@ -60,8 +60,6 @@ from fp4adam.optim.master_weight_optimizer import MasterWeightOptimizer as Maste
 from fp4adam.tensors import operators as operators
 from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer as Quantizer
-from fp4adam.tensors.swizzle import swizzle_scales as swizzle_scales
-from fp4adam.tensors.swizzle import unswizzle_scales as unswizzle_scales
 from fp4adam.tensors.transpose import build_columnwise as build_columnwise
 
 __version__ = "0.1.0"

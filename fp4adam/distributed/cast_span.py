@@ -45,7 +45,7 @@ class CastSpan:
 
     def targets(self, out: Out) -> dict[str, encoding.FlatCodes]:
         """By direction, the flat memory to write codes to, and the code byte that it starts at."""
-        tensors, first_byte = self.weight._shared.tensors, self.span.start * self.layout.code_bits
+        tensors, first_byte = self.weight.inner, self.span.start * self.layout.code_bits
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
         return {
             usage: (getattr(tensors, f"{usage}_data").view(-1), 0)
@@ -56,7 +56,7 @@ class CastSpan:
 
     def write(self, value: Tensor | None, out: Out) -> None:
         """Write all scales of the weight, and the codes of the span, by operators."""
-        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight._shared.tensors
+        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight.inner
         if self.amax is not None:
             quantizer.take_amax(tensors, self.amax)
         factors = {}

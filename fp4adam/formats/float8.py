@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp4adam.formats.float8_block import encode_scale
 from fp4adam.tensors import minifloat
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
@@ -142,9 +143,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
 
     def encode_scale(self, amax: Tensor) -> Tensor:
         """The factors that map values to codes, float32, for these amaxes."""
-        return minifloat.e4m3_encode_scale(
-            amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales
-        )
+        return encode_scale(amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales)
 
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype

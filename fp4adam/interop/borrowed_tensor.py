@@ -236,19 +236,18 @@ class BorrowedTensor:
         Only the codes are compared if the scales depend on other ranks or on earlier values. Two
         encode scales may have one decode scale, so they may be off by 1 then.
         """
-        shared = self.tensor._shared
-        if self.given is not None or shared.rows_share_scales:
+        if self.given is not None or self.tensor._shared.rows_share_scales:
             slack = int(self.per_tensor_scale is not None)
             return has_codes_of(self.tensor, value.to(self.source.device), slack)
         quantizer = dataclasses.replace(self.tensor.quantizer, optimize_for_gemm=False)
-        wanted = quantizer.quantize(value)._shared.tensors.existing()
+        wanted = quantizer.quantize(value).inner.existing()
         if self.per_tensor_scale is not None:
             # Compare scales: several amaxes round to the same per-tensor scale.
             scale = self.tensor.quantizer.per_tensor_scale(wanted.pop("amax"))
             if not torch.equal(scale, self.per_tensor_scale):
                 return False
         for name, inner in wanted.items():
-            actual = getattr(self.tensor._shared.tensors, name)
+            actual = getattr(self.tensor.inner, name)
             if name.endswith("wise_scale_inv"):
                 # Padding is the other package's business, so it is not compared.
                 rows, cols = quantizer.layout.inner[name].extent(self._rows, self._cols)

@@ -98,7 +98,7 @@ _GROUPED_MM = {F.grouped_mm, torch._grouped_mm}
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> Tensor:
     is_stack = tensor.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
     # Compiled graphs decide by themselves what they keep.
-    is_traced = not runs_eagerly(tensor._shared.tensors.present[0])
+    is_traced = not runs_eagerly(tensor.inner.present[0])
     if is_stack and not (is_traced or torch._C._are_functorch_transforms_active()):
         return _TransposedStack(tensor)
     return torch.Tensor.transpose(tensor, dim0, dim1)

@@ -72,7 +72,7 @@ class TransposedWeight(torch.Tensor):
 
 @implements_operator(aten.t.default)
 def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
-    spec = tensor._shared.global_spec
+    spec = tensor.global_spec
     if spec is None or not spec.is_parallel:
         return func(tensor._read())
     settle_shard(tensor, parallel_infos(tensor))
@@ -99,7 +99,7 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
 @implements_operator(aten.mm.default)
 def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(x, QuantizedTensor) and isinstance(weight, QuantizedTensor):
-        if weight._shared.global_spec is not None and weight.quantizer.operands.gradients:
+        if weight.global_spec is not None and weight.quantizer.operands.gradients:
             return _product_of_codes(x, weight, "columnwise")
         return func(x, weight._read(x.dtype, x))
     return func(*(t._read() if isinstance(t, QuantizedTensor) else t for t in (x, weight)))

@@ -177,8 +177,8 @@ def check_steppable(name: str, param: Tensor) -> None:
             )
         ShardInfo.of(param)
         own = param._local_tensor
-    is_own = isinstance(own, QuantizedTensor) and own._shared.global_spec is None
-    if is_own and (own._shared.is_part or not rows.is_all(own)):
+    is_own = isinstance(own, QuantizedTensor) and own.global_spec is None
+    if is_own and (own._shared.rows is not None or not rows.is_all(own)):
         raise NotImplementedError(
             f"parameters must be whole quantized tensors, got a slice of shape {tuple(own.shape)}, "
             "whose scales depend on other rows; pass the whole weight, or quantize the values: "

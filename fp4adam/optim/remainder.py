@@ -44,9 +44,9 @@ _ODD = 0x1E3779B97F4A7C15
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
-    powers = _decoded(param, _powers(part._shared.tensors, layout))
+    powers = _decoded(param, _powers(part.inner, layout))
     if _caps(layout):
-        powers += _decoded(param, _largest(part._shared.tensors, layout))
+        powers += _decoded(param, _largest(part.inner, layout))
     return powers.mul_(1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
 
 
@@ -54,7 +54,7 @@ def largest_values(param: QuantizedTensor) -> Tensor:
     """What the largest code stands for in each place, float32; infinity where scales are 0."""
     part = rows.own_blocks(param)
     name = f"{part.quantizer.layout.kept[0]}_data"
-    tensors, code = part._shared.tensors, CODE_TYPES[part.quantizer.layout.code_type]
+    tensors, code = part.inner, CODE_TYPES[part.quantizer.layout.code_type]
     largest = code.largest if code.bits == 8 else code.largest * 0x11  # two per byte
     codes = torch.full_like(getattr(tensors, name), largest)
     largest = _decoded(param, tensors.exchange(**{name: codes}))
@@ -135,7 +135,7 @@ def digest(param: QuantizedTensor) -> Tensor:
     Other codes or scales have another one, but for one in 2**64 of them.
     """
     part = rows.own_blocks(param)
-    tensors, layout = part._shared.tensors, part.quantizer.layout
+    tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
     names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
     total = torch.zeros(1, dtype=torch.int64, device=param.device)

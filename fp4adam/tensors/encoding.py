@@ -26,9 +26,7 @@ def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
     layout, values = quantizer.layout, x.detach().float()
     for usage, block in layout.blocks.items():
         blocks = blocks_of(values, block)
-        amaxes = out.amax
-        if layout.scale_type is not None:
-            amaxes = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
+        amaxes = out.amax if layout.scale_type is None else block_amaxes(layout, blocks, (1, 3))
         scales, factors = quantizer.encode(amaxes, out.amax, x.dtype)
         if layout.scale_type is not None:
             stored_scales(layout, out, usage, tuple(x.shape)).copy_(scales)
@@ -57,15 +55,20 @@ def read(quantizer: "Quantizer", tensors: Storage, dtype: torch.dtype) -> Tensor
     return values.to(dtype).contiguous()
 
 
+def block_amaxes(layout: Layout, blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The amaxes of float32 blocks over ``dims``; NaN if a block has one that no code can show."""
+    return minifloat.amax(blocks, dims, keeps_nan=not CODE_TYPES[layout.code_type].has_nan)
+
+
 def recode(quantizer: "Quantizer", x: Tensor, tensors: Storage) -> Tensor:
     """The stored codes of the float32 matrix ``x`` in the direction that :func:`read` reads."""
-    layout, shape = quantizer.layout, (x.shape[0], x.shape[1])
+    layout, (rows, cols) = quantizer.layout, x.shape
     usage, block = next(iter(layout.blocks.items()))
     scales = None
     if layout.scale_type is not None:
-        scales = stored_scales(layout, tensors, usage, shape)
+        scales = stored_scales(layout, tensors, usage, (rows, cols))
     codes = _codes(layout, blocks_of(x, block), quantizer.factors(scales, tensors.amax))
-    codes = codes[: shape[0], : shape[1]]
+    codes = codes[:rows, :cols]
     if not quantizer.rowwise and layout.columnwise.codes.transposed:
         codes = codes.t()
     return CODE_TYPES[layout.code_type].pack(codes)
@@ -83,9 +86,9 @@ def measure_blocks(
 
     Args:
         layout: The layout of the matrix.
-        x: The values of the span.
+        x: The values of the span, which are rounded to ``dtype`` first.
         span: The span.
-        dtype: The dtype that values are rounded to first.
+        dtype: See ``x``.
         grids: The amaxes of all blocks by direction, float32.
         amax: That of the tensor, float32 [1], or None.
     """
@@ -95,7 +98,7 @@ def measure_blocks(
     for usage, grid in grids.items():
         height, width = layout.blocks[usage]
         blocks = blocks_of(values, (height, width))
-        found = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
+        found = block_amaxes(layout, blocks, (1, 3))
         grid[first // height :][: len(found)] = found[: len(grid) - first // height]
     if amax is not None:
         torch.maximum(amax, minifloat.amax(values, (0, 1)), out=amax)
@@ -113,9 +116,9 @@ def write_codes(
 
     Args:
         quantizer: The quantizer of the matrix.
-        x: The values of the span.
+        x: The values of the span, which are rounded to ``dtype`` first.
         span: The span.
-        dtype: The dtype that values are rounded to first.
+        dtype: See ``x``.
         factors: The factors that map values to codes, of all blocks by direction.
         targets: By direction the memory for codes. Nibbles outside of the span are preserved.
     """

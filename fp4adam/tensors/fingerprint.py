@@ -58,7 +58,7 @@ class Mark:
     def of(cls, tensor: Tensor, owner: Tensor | None = None) -> "Mark":
         """The mark of a plain or quantized tensor; ``owner`` may be its DTensor."""
         if isinstance(tensor, QuantizedTensor):
-            storage = tensor._shared.tensors
+            storage = tensor.inner
             return cls(weakref.ref(storage), storage.versioned)
         # An operation on a DTensor raises its own version, but not the local tensor's.
         held = (tensor,) if owner is None or owner is tensor else (owner, tensor)

@@ -15,8 +15,7 @@ class Inner(NamedTuple):
     """An inner tensor over the matrix that it belongs to.
 
     Attributes:
-        rows: Rows of the matrix per entry.
-        cols: Columns of the matrix per entry.
+        rows, cols: Rows and columns of the matrix per entry.
         transposed: Whether its first dimension runs along the columns of the matrix.
         padding: Its own rows and columns are padded to multiples of these.
     """
@@ -65,11 +64,10 @@ class Layout:
 
     Attributes:
         block: Side of a square block, or length of a block within a row or column.
-        code_type: The number format of codes. E2M1 has two codes per byte, the first one in the
-            low nibble.
+        code_type: The number format of codes, of ``minifloat.CODE_TYPES``. E2M1 has two codes per
+            byte, the first one in the low nibble.
         scale_type: The number format of block scales; None if blocks have none.
-        rowwise: The direction whose blocks lie along rows.
-        columnwise: The direction whose blocks lie along columns.
+        rowwise, columnwise: The directions, whose blocks lie along rows or columns.
         is_square: Whether both directions share square blocks. Columnwise codes are the transposed
             rowwise ones, or the rowwise ones themselves; see :attr:`shares_codes`.
         tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
@@ -84,7 +82,7 @@ class Layout:
     """
 
     block: int
-    code_type: Literal["e2m1", "e4m3"]
+    code_type: str
     scale_type: Literal["e4m3", "e8m0", "float32"] | None
     rowwise: Direction
     columnwise: Direction
@@ -108,25 +106,9 @@ class Layout:
         return 8 // self.rowwise.codes.cols
 
     @property
-    def shows_nan_by_scales(self) -> bool:
-        """Whether a block with a NaN gets a scale that is NaN, because its codes have none."""
-        return self.code_type == "e2m1"
-
-    @property
-    def swizzles(self) -> bool:
-        """Whether GEMMs read scales in a swizzled layout, as they do those of one byte."""
-        return self.scale_type in ("e4m3", "e8m0")
-
-    @property
     def shares_codes(self) -> bool:
         """Whether one copy of codes serves both directions."""
         return self.is_square and not self.columnwise.codes.transposed
-
-    @property
-    def casts_in_parts(self) -> bool:
-        """Whether ranks can quantize parts of a tensor that each of them stores in full."""
-        # Else columnwise codes need whole columns.
-        return "rowwise" in self.kept if self.is_square else not self.columnwise.codes.transposed
 
     @functools.cached_property
     def inner(self) -> dict[str, Inner]:
@@ -161,21 +143,15 @@ class Layout:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
         All other inner tensors, except the tensor's amax and its history, can be derived from
-        these. Empty if the tensor cannot be cut along rows, because of how its scales are laid out.
+        these. Empty if the tensor cannot be cut along rows: columnwise codes with scales of their
+        own need whole columns.
         """
-        if not self.casts_in_parts:
-            return {}
-        names = ("rowwise_data", "block_scale_inv") if self.is_square else tuple(self.inner)
-        return {
-            name: self.inner[name].rows
-            for name in names
-            if name in self.inner and not name.endswith("_gemm_scale_inv")
-        }
-
-    @functools.cached_property
-    def cols_per_entry(self) -> dict[str, int]:
-        """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each."""
-        return {name: self.inner[name].cols for name in self.rows_per_entry}
+        if self.is_square:
+            names = ("rowwise_data", "block_scale_inv") if "rowwise" in self.kept else ()
+        else:
+            names = () if self.columnwise.codes.transposed else tuple(self.inner)
+        cut = [name for name in names if name in self.inner and "gemm" not in name]
+        return {name: self.inner[name].rows for name in cut}
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
@@ -201,6 +177,5 @@ class Layout:
         grid = grid.t() if scales.transposed else grid
         for dim, n in enumerate(self.repeats(usage)):
             grid = grid.repeat_interleave(n, dim) if n > 1 else grid
-        missing = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
-        below, beside = missing
+        below, beside = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
         return torch.nn.functional.pad(grid, (0, beside, 0, below))

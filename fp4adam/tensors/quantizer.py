@@ -208,10 +208,8 @@ class Quantizer(QuantizerNames, Generic[T]):
         def owner(name: str) -> type:
             return next(base for base in type(self).__mro__ if name in vars(base))
 
-        return self.kernels and all(
-            issubclass(owner("kernels"), owner(name))
-            for name in ("encode", "decode", "take_amaxes")
-        )
+        own = map(owner, ("encode", "decode", "factors", "measure", "take_amaxes"))
+        return self.kernels and all(issubclass(owner("kernels"), each) for each in own)
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether kernels quantize and decode tensors of this format on a device."""

@@ -155,7 +155,7 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
         for _ in range(2):
             param.grad = torch.ones_like(gathered)
             optimizer.step()
-        quantizer.decoder(param._shared.tensors, gathered)()
+        quantizer.decoder(param.inner, gathered)()
         assert torch.equal(gathered, param.dequantize(torch.float32))
         return [gathered, *param.storage_tensors().values()]
 
@@ -165,7 +165,7 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
         assert torch.equal(tensor, other)
     with pytest.raises(ValueError, match='activations="fake" must have weights in one of'):
         check_fake_quantizes(quantizer)
-    if quantizer.layout.casts_in_parts:
+    if quantizer.layout.rows_per_entry:
         weight = quantizer.make_empty((64, 96))
         cast = PartialCast([weight], [0], [64 * 96], [torch.float32])
         cast.measure([matrix().view(-1)])

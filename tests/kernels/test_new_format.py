@@ -60,7 +60,9 @@ def encode_e2m3(x: Tensor) -> Tensor:
 VALUES = torch.cat([torch.arange(16) / 8, torch.arange(8, 16) / 4, torch.arange(8, 16) / 2])
 MIDDLES = ((VALUES[1:] + VALUES[:-1]) / 2).double()
 SIGNED = torch.cat([VALUES, -VALUES]).float()
-E2M3 = minifloat.CodeType(8, 31, 8, encode_e2m3, lambda codes: codes, lambda c: SIGNED[c.long()])
+E2M3 = minifloat.CodeType(
+    8, 31, 8, True, encode_e2m3, lambda codes: codes, lambda c: SIGNED[c.long()]
+)
 
 
 class E2M3Tensor(QuantizedTensor):

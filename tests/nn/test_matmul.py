@@ -79,7 +79,7 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     quantizer = layer.weight.quantizer
     if not isinstance(quantizer, MXFP8Quantizer):
         return layer.weight.dequantize(torch.float32)
-    tensors = layer.weight._shared.tensors
+    tensors = layer.weight.inner
     storage = Storage(
         columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
     )

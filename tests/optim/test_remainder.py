@@ -37,7 +37,7 @@ def gaps(param, is_e2m1):
     table = torch.tensor(E2M1 if is_e2m1 else E4M3, dtype=torch.float64)
     value = param.dequantize(torch.float32).double().abs().cpu()
     # The factor of each block, from any of its codes.
-    inner = param._shared.tensors
+    inner = param.inner
     data = inner.rowwise_data if inner.rowwise_data is not None else inner.columnwise_data
     transposed = inner.rowwise_data is None and param.quantizer.layout.columnwise.codes.transposed
     if is_e2m1:

@@ -123,7 +123,7 @@ def test_repr_of_a_symbolic_shape():
     tensor = NVFP4.quantize(torch.zeros(32, 64))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         (rows, cols) = mode.from_tensor(torch.zeros(32, 64), static_shapes=False).shape
-        inner = tensor._shared.tensors.existing()
+        inner = tensor.inner.existing()
         fake = Storage(**{name: mode.from_tensor(x) for name, x in inner.items()})
         symbolic = type(tensor)((rows, cols), tensor.dtype, NVFP4, fake)
         assert f"shape=({rows}, {cols})" in repr(symbolic)
@@ -839,6 +839,6 @@ def test_codes_under_stored_scales_are_the_codes(quantizer, shape):
         shape = tuple(n // 32 * 32 or 32 for n in shape)
     x = randn(shape, seed=3)
     tensor = quantizer.quantize(x)
-    codes = encoding.recode(quantizer, x, tensor._shared.tensors)
+    codes = encoding.recode(quantizer, x, tensor.inner)
     stored = tensor.rowwise_data if quantizer.rowwise else tensor.columnwise_data
     assert torch.equal(codes, stored)
