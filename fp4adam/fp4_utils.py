@@ -2,7 +2,7 @@
 
 ``HAVE_TE`` tells whether Transformer Engine is installed; nothing here imports it.
 ``HAVE_TE_FP4_TENSOR_CLASS`` tells whether there is a class of FP4 tensors for
-:func:`is_nvfp4tensor`: always, as it is ``FP4_TENSOR_CLASS``, :class:`fp4adam.NVFP4Tensor`.
+:func:`is_nvfp4tensor`: always, as it is ``FP4_TENSOR_CLASS``, this package's own.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.zero import cast_master_weights_to_nvfp4, replace_raw_data
+from fp4adam.distributed.zero import cast_master_weights_to_nvfp4 as cast_master_weights_to_nvfp4
+from fp4adam.distributed.zero import replace_raw_data
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fp4adam.fp8_utils import HAVE_TE as HAVE_TE
 from fp4adam.fp8_utils import dequantize_fp8_tensor, layer_context
@@ -57,7 +58,7 @@ def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
 def modify_nvfp4_rowwise_storage(fp4_tensor: NVFP4Tensor, new_rowwise_data: Tensor) -> None:
     """Move the rowwise codes of a tensor to other memory, such as a slice of a parameter buffer.
 
-    Arguments and errors as for :func:`fp4adam.replace_raw_data`; ValueError for another format.
+    As :func:`fp4adam.fp8_utils.replace_raw_data`; ValueError for another format.
     """
     _check_nvfp4(fp4_tensor)
     replace_raw_data(fp4_tensor, new_rowwise_data)
@@ -84,9 +85,9 @@ def quantize_nvfp4_param_shard(
     data_parallel_group: dist.ProcessGroup | None,
     fsdp_shard_model_params: Sequence[Out] | None = None,
 ) -> None:
-    """:func:`fp4adam.cast_master_weights_to_nvfp4` before a caller's own all-gather.
+    """:func:`fp4adam.fp4_utils.cast_master_weights_to_nvfp4` before a caller's own all-gather.
 
-    :func:`fp4adam.post_all_gather_processing` comes after it.
+    :func:`fp4adam.fp8_utils.post_all_gather_processing` comes after it.
     """
     cast_master_weights_to_nvfp4(
         model_params,

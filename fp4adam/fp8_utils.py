@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.zero import (
-    post_all_gather_processing as post_all_gather_processing,
-)
-from fp4adam.distributed.zero import quantize_master_weights, replace_raw_data
+from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
+from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
+from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.distributed.zero import replace_raw_data as replace_raw_data
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor
@@ -90,7 +90,7 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
 
 
 def modify_underlying_storage(tensor: Tensor, new_raw_data: Tensor) -> None:
-    """:func:`fp4adam.replace_raw_data`."""
+    """:func:`fp4adam.fp8_utils.replace_raw_data`."""
     replace_raw_data(tensor, new_raw_data)
 
 
@@ -101,9 +101,9 @@ def quantize_param_shard(
     data_parallel_group: dist.ProcessGroup | None,
     fsdp_shard_model_params: Sequence[Out] | None = None,
 ) -> None:
-    """:func:`fp4adam.quantize_master_weights` before a caller's own all-gather.
+    """:func:`fp4adam.fp8_utils.quantize_master_weights` before a caller's own all-gather.
 
-    :func:`fp4adam.post_all_gather_processing` comes after it.
+    :func:`fp4adam.fp8_utils.post_all_gather_processing` comes after it.
     """
     quantize_master_weights(
         model_params,

@@ -159,9 +159,8 @@ def test_links_work_on_a_package_index():
 
 
 def test_readme_is_short():
-    text = README.read_text()
-    assert len(text.splitlines()) <= 160
-    assert len(text.split()) <= 1100
+    text = re.sub(r"^\[.+?\]: \S+$", "", README.read_text(), flags=re.MULTILINE)
+    assert len(text.split()) <= 1000
 
 
 RECORDS = ROOT / "benchmarks" / "h200"

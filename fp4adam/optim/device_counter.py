@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.hyper_parameters import is_on_device
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.parameter import Parameter
+from fp4adam.optim.target import Target
 
 
 class DeviceCounter:
@@ -31,7 +31,7 @@ class DeviceCounter:
     """
 
     def __init__(
-        self, parts: list[tuple[DeviceTables, list[LaunchGroup]]], empty: list[Parameter]
+        self, parts: list[tuple[DeviceTables, list[LaunchGroup]]], empty: list[Target]
     ) -> None:
         launched = [[m for group in groups for m in group.members] for _, groups in parts]
         self._members = [*chain.from_iterable(launched), *empty]
@@ -96,12 +96,12 @@ class DeviceCounter:
                 step += found_inf.reshape(()).to(step.device, non_blocking=True) == 0
 
 
-def hyper_groups(members: Sequence[Parameter]) -> list[dict[str, Any]]:
+def hyper_groups(members: Sequence[Target]) -> list[dict[str, Any]]:
     """The parameter groups of these members, each once."""
     return [*{id(m.group): m.group for m in members}.values()]
 
 
-def _scalars_launch(tables: DeviceTables, members: list[Parameter], rows: list[int]) -> Any:
+def _scalars_launch(tables: DeviceTables, members: list[Target], rows: list[int]) -> Any:
     """The launch that counts the steps of ``members``, whose groups have these rows."""
     from fp4adam.kernels.step_scalars import step_scalars  # Triton is slow to import
 

@@ -26,7 +26,7 @@ class GradientRelease:
 
     def __init__(self, optimizer: "FusedAdam") -> None:
         engine = optimizer._engine
-        _check(engine.parameters.options)
+        _check(engine.targets.options)
         engine.drop_plan()
         engine.forget()
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
@@ -86,7 +86,7 @@ class GradientRelease:
     def _update_units(self, engine: Engine) -> None:
         known = [engine, *engine.membership()]
         if known != self._known:
-            engine.parameters.keep_only(engine.params)
+            engine.targets.keep_only(engine.params)
             self._known, self._units = known, {}
             for unit in engine.parts(engine.together()):
                 self._units |= dict.fromkeys(unit.params, unit)

@@ -22,8 +22,8 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.memory_layout import is_dense
-from fp4adam.optim.parameter import Parameters, State
 from fp4adam.optim.state_dict import TENSOR_NAMES
+from fp4adam.optim.target import State, Targets
 from fp4adam.tensors.fingerprint import version
 
 CHUNK_BYTES = 2**28  # of FP32 states that a chunk is filled up to
@@ -37,9 +37,9 @@ class OffloadedEngine(Engine):
     on_host = True
 
     def __init__(
-        self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
+        self, targets: Targets, groups: Sequence[Group], states: dict[Tensor, State]
     ) -> None:
-        super().__init__(parameters, groups, states)
+        super().__init__(targets, groups, states)
         self._parts: list[Engine] = []
         self._known: list = []
         self._sharded: list[Tensor] = []
@@ -74,7 +74,7 @@ class OffloadedEngine(Engine):
         self.check_call()
         known = self.membership()
         if known != self._known:
-            self.parameters.keep_only(self.params)
+            self.targets.keep_only(self.params)
             self._parts = self.parts(chunks(self.together()))
             self._known, self._sharded = known, sharded_weights(self.params)
         settle_written(self._sharded)
@@ -89,7 +89,7 @@ class OffloadedEngine(Engine):
                 part.clipping = clipping
                 self.step_part(part, signals)
         except BaseException:
-            self.parameters.forget_marks()
+            self.targets.forget_marks()
             self.forget()
             self.clipping = clipping
             raise
@@ -141,7 +141,7 @@ class OffloadedEngine(Engine):
 
     def _let_go(self, part: Engine) -> None:
         part.drop_plan()
-        self.parameters.unbind(part.states)
+        self.targets.unbind(part.states)
         part.states = {}
 
     def _take_buffer(self, chunk: "_Chunk", link: "Link") -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.parameter import Parameter
+from fp4adam.optim.target import Target
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
 
 def quantized_after_step(
-    peers: Sequence[Parameter], read_grad: ReadGrad, takes_kernels: Callable[[Parameter], bool]
+    peers: Sequence[Target], read_grad: ReadGrad, takes_kernels: Callable[[Target], bool]
 ) -> bool:
     """Whether parameters that share an amax must all be updated before any of them is quantized.
 
@@ -32,8 +32,8 @@ def quantized_after_step(
     grads = [read_grad(member.owner) for member in peers]
     return not (
         all(map(takes_kernels, peers))
-        and all(map(Parameter.fits_a_launch, peers, grads))
-        and len({*map(Parameter.launch_key, peers, grads)}) == 1
+        and all(map(Target.fits_a_launch, peers, grads))
+        and len({*map(Target.launch_key, peers, grads)}) == 1
         and len({grad is None for grad in grads}) == 1
     )
 
@@ -48,11 +48,11 @@ class QuantizeAfterStep:
     """
 
     def __init__(
-        self, members: Sequence[Parameter], groups: Sequence[LaunchGroup], read_grad: ReadGrad
+        self, members: Sequence[Target], groups: Sequence[LaunchGroup], read_grad: ReadGrad
     ) -> None:
         self._read_grad = read_grad
-        scale_groups: dict[Hashable, list[Parameter]] = defaultdict(list)
-        shards: dict[Hashable, list[Parameter]] = defaultdict(list)
+        scale_groups: dict[Hashable, list[Target]] = defaultdict(list)
+        shards: dict[Hashable, list[Target]] = defaultdict(list)
         for member in members:
             if member.quantized_after_step and not member.shards:
                 scale_groups[member.scales].append(member)
@@ -61,7 +61,7 @@ class QuantizeAfterStep:
                 alone = not member.master.codec.exact
                 shards[member.owner if alone else member.param.device].append(member)
         self._scale_groups = [*scale_groups.values()]
-        self._casts: list[tuple[LocalCast, list[Parameter]]] = []
+        self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
         for alike in shards.values():
             one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
@@ -119,7 +119,7 @@ class QuantizeAfterStep:
                     member.settle_master()
 
 
-def _values(members: Sequence[Parameter]) -> list[Tensor]:
+def _values(members: Sequence[Target]) -> list[Tensor]:
     """The values to quantize, also of members without a gradient, whose master is their value."""
     values = [m.whole_value() for m in members]
     for member, value in zip(members, values, strict=True):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.adam import Scalars, adam_scalars
-from fp4adam.optim.parameter import Parameter
 from fp4adam.optim.state_codec import dither_origin
+from fp4adam.optim.target import Target
 from fp4adam.optim.update_bound import largest_update, next_ratio
 
 _step = itemgetter("step")
@@ -71,7 +71,7 @@ class StepCounter:
         rows: For each member its row of scalars: the index of its group in ``groups``.
     """
 
-    def __init__(self, members: Sequence[Parameter], ratios: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[Target], ratios: Sequence[float]) -> None:
         self._members = members
         self._states = [member.state for member in members]
         self._step_of = [member.state["step"].item() for member in members]

@@ -23,10 +23,10 @@ from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.options import Options
-from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import StepCounter
+from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
@@ -59,7 +59,7 @@ class StepPlan:
 
     def __init__(
         self,
-        members: list[Parameter],
+        members: list[Target],
         outsiders: list[Tensor],
         structure: list,
         read_grad: ReadGrad,
@@ -70,15 +70,15 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        peers: dict[Hashable, list[Parameter]] = defaultdict(list)
+        peers: dict[Hashable, list[Target]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
         for together in peers.values():
             later = quantized_after_step(together, read_grad, _takes_kernels)
             for member in together:
                 member.quantized_after_step = later
-        kinds: dict[tuple, list[Parameter]] = defaultdict(list)
-        self._by_operators: list[Parameter] = []
+        kinds: dict[tuple, list[Target]] = defaultdict(list)
+        self._by_operators: list[Target] = []
         for member in members:
             grad = read_grad(member.owner)
             if _takes_kernels(member) and member.fits_a_launch(grad):
@@ -126,7 +126,7 @@ class StepPlan:
         self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
         self._written: list[Tensor] = []
-        self._loose: list[Parameter] = []
+        self._loose: list[Target] = []
 
     def settle(self) -> None:
         """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
@@ -163,7 +163,7 @@ class StepPlan:
             and not any(map(self._could_take_kernels, self._by_operators))
         )
 
-    def _could_take_kernels(self, member: Parameter) -> bool:
+    def _could_take_kernels(self, member: Target) -> bool:
         return _takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
 
     def has_gradients_for_operators(self) -> bool:
@@ -302,18 +302,18 @@ class StepPlan:
         self._present = present
 
 
-def _is_loose(member: Parameter) -> bool:
+def _is_loose(member: Target) -> bool:
     """Whether inner tensors have versions of their own; they may get new memory without one."""
     return member.param._shared.tensors.counter is None
 
 
-def _takes_kernels(member: Parameter) -> bool:
+def _takes_kernels(member: Target) -> bool:
     """Whether kernels should step a parameter if they can."""
     return backend.uses_kernels(member.param.device) and member.group["fused"] is not False
 
 
 def _fingerprint(
-    members: Sequence[Parameter], more_names: tuple[str, ...], bounded: list[Tensor]
+    members: Sequence[Target], more_names: tuple[str, ...], bounded: list[Tensor]
 ) -> Fingerprint:
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
@@ -327,14 +327,14 @@ def _fingerprint(
         bounded: Other tensors that must not be written.
     """
     columns: list[Column] = [Column(bounded, versioned=True)]
-    marked: dict[int, list[Parameter]] = {}  # by column
+    marked: dict[int, list[Target]] = {}  # by column
 
-    def add(own: list[Parameter], marks: bool = True, **how: Any) -> None:
+    def add(own: list[Target], marks: bool = True, **how: Any) -> None:
         if marks:
             marked[len(columns)] = own
         columns.append(Column([m.owner for m in own], versioned=marks, **how))
 
-    by_sharding: dict[bool, list[Parameter]] = defaultdict(list)
+    by_sharding: dict[bool, list[Target]] = defaultdict(list)
     for m in members:
         by_sharding[is_dtensor(m.owner)].append(m)
     states: dict[tuple, list[dict]] = defaultdict(list)
@@ -368,7 +368,7 @@ def _fingerprint(
         for (sharded, names), alike in states.items()
     ]
     fingerprint = Fingerprint(columns)
-    indices: dict[Parameter, list[int]] = defaultdict(list)
+    indices: dict[Target, list[int]] = defaultdict(list)
     spans = fingerprint.spans()
     for i, own in marked.items():
         for member, span in zip(own, spans[i], strict=True):
@@ -379,7 +379,7 @@ def _fingerprint(
     return fingerprint
 
 
-def _ratio(member: Parameter) -> float:
+def _ratio(member: Target) -> float:
     """The bound on a member's moments; measured if other ranks rely on it, which syncs the device.
 
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.

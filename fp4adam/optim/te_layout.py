@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.masters import DIGEST
-from fp4adam.optim.parameter import State, is_own_master
 from fp4adam.optim.state_tensor import SCALES
+from fp4adam.optim.target import State, is_own_master
 
 _HIDDEN = {"step", DIGEST, *SCALES.values()}
 
@@ -161,7 +161,7 @@ def show_steps(engine: Engine) -> list[Any]:
     Returns:
         The counts, by group: numbers, or with ``capturable`` the tensor of one of its parameters.
     """
-    counts, options = _counts(engine), engine.parameters.options
+    counts, options = _counts(engine), engine.targets.options
     # Tensors cannot be compared without waiting for the device.
     others = [*counts.values()]
     largest = others[0] if options.capturable and others else max(others, default=None)
@@ -180,7 +180,7 @@ def _counts(engine: Engine) -> dict[int, Any]:
     for group, params in engine.groups:
         steps = [engine.states[p]["step"] for p in params if "step" in engine.states.get(p, {})]
         if steps:
-            is_capturable = engine.parameters.options.capturable
+            is_capturable = engine.targets.options.capturable
             counts[id(group)] = steps[0] if is_capturable else max(map(float, steps))
     return counts
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.parameter import Parameter, State, is_own_master
 from fp4adam.optim.state_codec import INT8, PLAIN
 from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
+from fp4adam.optim.target import State, Target, is_own_master
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | None) -> None:
     """``FusedAdam.initialize_state``."""
-    member, options = _member(engine, param), engine.parameters.options
+    member, options = _member(engine, param), engine.targets.options
     if store_param_remainders not in (None, options.store_param_remainders, member.has_remainder):
         raise ValueError(
             "store_param_remainders must be that of the optimizer, "
@@ -76,14 +76,14 @@ def write(engine: Engine, param: Tensor, state_name: str, unscaled_state: Tensor
             member.record()
 
 
-def _member(engine: Engine, param: Tensor) -> Parameter:
+def _member(engine: Engine, param: Tensor) -> Target:
     if not any(param is one for one in engine.params):
         raise ValueError(
             f"param must be a parameter of this optimizer, got one of shape "
             f"{tuple(param.shape)}, which is in none of its groups; pass tensors from "
             "param_groups"
         )
-    return engine.parameters[param]
+    return engine.targets[param]
 
 
 def _check_name(state_name: str) -> None:
@@ -95,7 +95,7 @@ def _check_name(state_name: str) -> None:
         )
 
 
-def _check_has_master(member: Parameter) -> None:
+def _check_has_master(member: Target) -> None:
     """Raise ValueError if the parameter has no master at all, and is not one itself."""
     if not (member.has_master or member.has_remainder or is_own_master(member.owner)):
         raise ValueError(
@@ -105,7 +105,7 @@ def _check_has_master(member: Parameter) -> None:
         )
 
 
-def _read_state(member: Parameter, state: State, name: str, skip_unscale: bool) -> Tensor:
+def _read_state(member: Target, state: State, name: str, skip_unscale: bool) -> Tensor:
     """A state of a parameter in FP32; no copy if it is stored so."""
     if name == "master_param" and not member.has_master:
         return local(state["param_remainder"]) if member.has_remainder else member.param.detach()
@@ -119,7 +119,7 @@ def _read_state(member: Parameter, state: State, name: str, skip_unscale: bool) 
     return value if value.dtype == torch.float64 else value.float()
 
 
-def _check_value(member: Parameter, name: str, value: Tensor) -> None:
+def _check_value(member: Target, name: str, value: Tensor) -> None:
     """Raise unless ``value`` can become the state ``name`` of a parameter."""
     wanted = torch.float32
     if name == "master_param" and member.has_remainder:
@@ -136,7 +136,7 @@ def _check_value(member: Parameter, name: str, value: Tensor) -> None:
         )
 
 
-def _write_state(member: Parameter, state: State, name: str, value: Tensor) -> None:
+def _write_state(member: Target, state: State, name: str, value: Tensor) -> None:
     """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
     with torch.no_grad():
         value = value.detach()

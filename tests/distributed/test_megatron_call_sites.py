@@ -15,11 +15,10 @@ from fp4adam import (
     FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    NVFP4Tensor,
-    cast_master_weights_to_nvfp4,
-    post_all_gather_processing,
-    quantize_master_weights,
 )
+from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.fp4_utils import cast_master_weights_to_nvfp4
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from ranks import run_ranks

@@ -16,9 +16,8 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
     fp4_utils,
-    post_all_gather_processing,
-    quantize_master_weights,
 )
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.tensors import backend
 from helpers import random
 from ranks import run_ranks

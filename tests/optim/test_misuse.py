@@ -32,12 +32,12 @@ from fp4adam import (
     fp4_utils,
     hf_scale_groups,
     import_checkpoint,
-    quantize_master_weights,
     quantize_model,
     quantized_init,
     register_adapter,
     use_plain_state_dict,
 )
+from fp4adam.fp8_utils import quantize_master_weights
 from fp4adam.optim.hyper_parameters import check_numbers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -59,13 +59,13 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
 ALIGNMENT = 16
-# The states that may have scales, in the order of ``Parameter.step_codecs``.
+# The states that may have scales, in the order of ``Target.step_codecs``.
 SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
 
-class Parameter:
+class Target:
     """A plain parameter, or this rank's part of one.
 
     Args:
@@ -451,7 +451,7 @@ class Parameter:
         return self.param.device, self.kind(grad), self.state_names
 
 
-class QuantizedParameter(Parameter):
+class QuantizedTarget(Target):
     """A :class:`QuantizedTensor`, or a shard of one."""
 
     param: QuantizedTensor
@@ -542,7 +542,7 @@ class QuantizedParameter(Parameter):
             self.param._high_precision_init_val = kept.to("meta")  # that there was one
 
 
-class BorrowedParameter(Parameter):
+class BorrowedTarget(Target):
     """Another package's quantized tensor, which is stepped in its own memory."""
 
     def __init__(self, owner: Tensor, options: Options) -> None:
@@ -609,15 +609,15 @@ def is_own_master(owner: Tensor) -> bool:
     return is_plain and own.dtype == torch.float32
 
 
-def make_parameter(owner: Tensor, options: Options) -> Parameter:
+def make_target(owner: Tensor, options: Options) -> Target:
     """The parameter of a tensor in the groups."""
     own = local(owner)
     if isinstance(own, QuantizedTensor):
-        return QuantizedParameter(owner, options)
-    return (BorrowedParameter if is_foreign(own) else Parameter)(owner, options)
+        return QuantizedTarget(owner, options)
+    return (BorrowedTarget if is_foreign(own) else Target)(owner, options)
 
 
-class Parameters:
+class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
     Attributes:
@@ -626,12 +626,12 @@ class Parameters:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._known: dict[Tensor, Parameter] = {}
+        self._known: dict[Tensor, Target] = {}
 
-    def __getitem__(self, owner: Tensor) -> Parameter:
+    def __getitem__(self, owner: Tensor) -> Target:
         known = self._known.get(owner)
         if known is None or not known.is_current(self.options):
-            new = make_parameter(owner, self.options)
+            new = make_target(owner, self.options)
             new.mark = None if known is None else known.mark
             known = self._known[owner] = new
         return known
@@ -668,7 +668,7 @@ class Parameters:
 
 
 def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
-    """A key that is equal for tensors that share scales; see ``Parameter.scales``.
+    """A key that is equal for tensors that share scales; see ``Target.scales``.
 
     ``own``: The local tensor, if it is known.
     """
