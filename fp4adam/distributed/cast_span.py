@@ -58,7 +58,7 @@ class CastSpan:
         """Write all scales of the weight, and the codes of the span, by operators."""
         quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight.inner
         if self.amax is not None:
-            quantizer.take_amax(tensors, self.amax)
+            quantizer.take_amaxes([tensors], [self.amax])
         factors = {}
         for usage in layout.blocks:
             grid = self.grids.get(usage, tensors.amax)
