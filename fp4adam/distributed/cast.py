@@ -282,7 +282,7 @@ class LocalCast(SpanCast):
         self._tensors, spans = list(tensors), []
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             n, cols = rows.matrix_shape(tensor)
-            shape, first = (rows.stored_rows(tensor), cols), tensor._first_row
+            shape, first = (rows.stored_shape(tensor)[0], cols), tensor._first_row
             matrix = type(tensor)(shape, tensor.dtype, tensor.quantizer, tensor.inner)
             span = Span(shape, first * cols, (first + n) * cols)
             spans.append(CastSpan(matrix, span, dtype))

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -90,7 +90,7 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
             columnwise = Inner(BLOCK, 1, padding=(1, 4))
         return Layout(
             block=BLOCK,
-            code_type="e4m3",
+            code_type=minifloat.E4M3,
             scale_type="float32",
             rowwise=Direction(Inner(1, 1), rowwise),
             columnwise=Direction(Inner(1, 1, True), columnwise),

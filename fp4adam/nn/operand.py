@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import backend, minifloat, rows
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype

@@ -118,7 +118,7 @@ def _check_needs_no_master(own: Tensor) -> None:
     known = isinstance(own, QuantizedTensor)
     layout = (own.quantizer if known else adapter_of(own).quantizer(own)).layout
     has_power_of_two = layout.scale_type == "e8m0" or layout.scale_rule.force_pow_2_scales
-    if layout.code_type == "e4m3" and layout.tensor_scale is None and has_power_of_two:
+    if layout.code_type.name == "e4m3" and layout.tensor_scale is None and has_power_of_two:
         return
     raise ValueError(
         f"master_weights must be True for {type(own).__name__} parameters, got False: without "

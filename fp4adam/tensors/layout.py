@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,6 +10,30 @@ from torch import Tensor
 
 USAGES = ("rowwise", "columnwise")
 SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
+
+
+class CodeType(NamedTuple):
+    """A number format of codes: a sign, an exponent and a mantissa.
+
+    Attributes:
+        name: What kernels know it by, if they do.
+        bits: Bits of a code.
+        largest: The code of the largest magnitude.
+        per_power: Number of codes from a power of two to the next.
+        has_nan: Whether a code means NaN; a block's scale does where none does.
+        encode: Rounds float32 values to codes, uint8 with one code per byte.
+        pack: Puts codes along the last dimension into bytes, the first one into the low bits.
+        decode: float32 values of bytes.
+    """
+
+    name: str
+    bits: int
+    largest: int
+    per_power: int
+    has_nan: bool
+    encode: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
 
 
 class Inner(NamedTuple):
@@ -64,8 +89,7 @@ class Layout:
 
     Attributes:
         block: Side of a square block, or length of a block within a row or column.
-        code_type: The number format of codes, of ``minifloat.CODE_TYPES``. E2M1 has two codes per
-            byte, the first one in the low nibble.
+        code_type: The number format of codes.
         scale_type: The number format of block scales; None if blocks have none.
         rowwise, columnwise: The directions, whose blocks lie along rows or columns.
         is_square: Whether both directions share square blocks. Columnwise codes are the transposed
@@ -82,7 +106,7 @@ class Layout:
     """
 
     block: int
-    code_type: str
+    code_type: CodeType
     scale_type: Literal["e4m3", "e8m0", "float32"] | None
     rowwise: Direction
     columnwise: Direction
@@ -99,11 +123,6 @@ class Layout:
         """Whether kernels quantize and step a [rows, cols] matrix."""
         multiple = max(self.multiple, self.kernel_multiple)
         return not (rows % multiple or cols % multiple)
-
-    @functools.cached_property
-    def code_bits(self) -> int:
-        """Bits of a code."""
-        return 8 // self.rowwise.codes.cols
 
     @property
     def shares_codes(self) -> bool:

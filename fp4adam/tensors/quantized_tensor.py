@@ -123,7 +123,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             return stored
         if layout.shares_codes:
             return self.rowwise_data
-        return transpose.transposed_codes(self.rowwise_data, layout.code_bits)
+        return transpose.transposed_codes(self.rowwise_data, layout.code_type.bits)
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
@@ -165,7 +165,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     @property
     def nbytes_stored(self) -> int:
         """Total size of all inner tensors in bytes."""
-        return sum(inner.nbytes for inner in self.inner.present)
+        return sum(inner.numel() * inner.element_size() for inner in self.inner.present)
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
         """Overwrite the values with ``x``; storage addresses stay.

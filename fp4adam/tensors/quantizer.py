@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import backend, encoding, minifloat
+from fp4adam.tensors import backend, encoding
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
@@ -220,7 +220,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
             cast.measure(x, amax)
         elif x.numel():
-            amax.copy_(minifloat.amax(x.detach().float(), (0, 1)))
+            amax.copy_(encoding.amax_over(x.detach().float(), (0, 1)))
         else:
             amax.zero_()
 

@@ -36,7 +36,8 @@ def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
         check_square(i, tensor)
         codes, columnwise = tensor.inner.rowwise_data, tensor.inner.columnwise_data
         if columnwise is not None:
-            groups[tensor.device, tensor.quantizer.layout.code_bits].append((codes, columnwise))
+            kind = tensor.device, tensor.quantizer.layout.code_type.bits
+            groups[kind].append((codes, columnwise))
             written += tensor, columnwise
     for (device, bits), pairs in groups.items():
         transpose_codes(pairs, bits, device)

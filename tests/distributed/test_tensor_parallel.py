@@ -129,7 +129,7 @@ def assert_parts(model: nn.Module, whole: nn.Module) -> None:
 def assert_directions_agree(weight: QuantizedTensor) -> None:
     """Columnwise codes and swizzled scales are those of the rowwise ones."""
     if weight.quantizer.layout.is_square and weight.columnwise_data is not None:
-        bits = weight.quantizer.layout.code_bits
+        bits = weight.quantizer.layout.code_type.bits
         assert torch.equal(weight.columnwise_data, transposed_codes(weight.rowwise_data, bits))
     compact = dataclasses.replace(weight.quantizer, optimize_for_gemm=False)
     for usage in ("rowwise", "columnwise"):

@@ -7,12 +7,13 @@ import torch
 
 from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.distributed.cast import PartialCast
+from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
 from fp4adam.fp8_utils import post_all_gather_processing
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.nn.fake_quantize import check_fake_quantizes
-from fp4adam.tensors import backend, minifloat
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise
 
@@ -131,7 +132,7 @@ class Plain(MXQuantizer):
     name = "plain"
 
     def full_layout(self):
-        return layout("e4m3", 1, is_square=False)
+        return layout(minifloat.E4M3, is_square=False)
 
     def encode(self, amaxes, tensor_amax, dtype):
         scales = minifloat.e8m0_code_up(amaxes * (1 / 448))

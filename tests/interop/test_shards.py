@@ -20,7 +20,7 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.distributed.dtensor import like
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 from helpers import random
 from ranks import all_ranks, run_ranks, use_kernels
 from te_stand_ins import assert_same, stand_in, te_tensor

@@ -27,11 +27,11 @@ from fp4adam import (
     Recipe,
     quantize_model,
 )
-from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.kernels import operands as kernels
 from fp4adam.nn import operand, scaled_matmul
 from fp4adam.nn.linear import _QuantizedLinear
-from fp4adam.tensors import backend, minifloat
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 from helpers import randn, train

@@ -5,12 +5,11 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 """
 
 import ctypes
-import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fp4adam.tensors.layout import CodeType
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -83,36 +82,5 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def amax(x: Tensor, dims: tuple[int, ...], keeps_nan: bool = False) -> Tensor:
-    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does, or keeping it."""
-    magnitude = x.abs()
-    return (magnitude if keeps_nan else magnitude.nan_to_num_(0.0, math.inf)).amax(dims)
-
-
-class CodeType(NamedTuple):
-    """A number format of codes: a sign, an exponent and a mantissa.
-
-    Attributes:
-        bits: Bits of a code.
-        largest: The code of the largest magnitude.
-        per_power: Number of codes from a power of two to the next.
-        has_nan: Whether a code means NaN; a block's scale does where none does.
-        encode: Rounds float32 values to codes, uint8 with one code per byte.
-        pack: Puts codes along the last dimension into bytes.
-        decode: float32 values of bytes.
-    """
-
-    bits: int
-    largest: int
-    per_power: int
-    has_nan: bool
-    encode: Callable[[Tensor], Tensor]
-    pack: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
-
-
-# By the names in ``Layout.code_type``; kernels exist for those in ``kernels/format.py``.
-CODE_TYPES = {
-    "e2m1": CodeType(4, 0x7, 2, False, e2m1_code, pack_e2m1, unpack_e2m1),
-    "e4m3": CodeType(8, 0x7E, 8, True, e4m3_code, lambda codes: codes, e4m3_value),
-}
+E2M1 = CodeType("e2m1", 4, 0x7, 2, False, e2m1_code, pack_e2m1, unpack_e2m1)
+E4M3 = CodeType("e4m3", 8, 0x7E, 8, True, e4m3_code, lambda codes: codes, e4m3_value)
