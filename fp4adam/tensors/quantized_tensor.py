@@ -1,6 +1,7 @@
 """The tensor subclass behind every block-scaled format."""
 
 import copy
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -174,9 +175,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
                 tensor of the same format is copied byte for byte, in the directions that both have.
 
-        Returns:
-            This tensor.
-
         Raises:
             ValueError: If the shape differs.
             TypeError: If the dtype is not one of the three, or ``x`` is not a dense tensor.
@@ -238,7 +236,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """Whether both have the same format, device and bytes."""
         own, others = self.storage_tensors(), other.storage_tensors()
         looks = ([(n, x.shape, x.device) for n, x in inner.items()] for inner in (own, others))
-        if not same_format(self, other) or next(looks) != next(looks):
+        if self.quantizer != other.quantizer or next(looks) != next(looks):
             return False
         same = [(x.view(torch.uint8) == others[n].view(torch.uint8)).all() for n, x in own.items()]
         return bool(torch.stack(same).all())
@@ -311,10 +309,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._high_precision_init_val if pending is None else pending
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the high-precision initial value.
-
-        A slice frees nothing, because other rows may need it.
-        """
+        """Free the high-precision initial value; a slice frees none, as other rows may need it."""
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
@@ -589,24 +584,17 @@ def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
                 raise _refusal(func, tensor)
 
 
-def implements_function(function: Callable) -> Callable:
-    """Register an implementation of a torch function for calls with a quantized tensor."""
-
+def _implements(registry: dict[Callable, Callable], *names: Callable) -> Callable:
     def register(fn: Callable) -> Callable:
-        _FUNCTIONS[function] = fn
+        registry.update(dict.fromkeys(names, fn))
         return fn
 
     return register
 
 
-def implements_operator(*operators: Callable) -> Callable:
-    """Register an implementation of aten operators for calls with a quantized tensor."""
-
-    def register(fn: Callable) -> Callable:
-        _OPERATORS.update(dict.fromkeys(operators, fn))
-        return fn
-
-    return register
+# Decorators of what torch functions and aten operators do if an argument is a quantized tensor.
+implements_function = functools.partial(_implements, _FUNCTIONS)
+implements_operator = functools.partial(_implements, _OPERATORS)
 
 
 for _name in STORAGE_NAMES:

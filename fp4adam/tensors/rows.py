@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4adam.tensors import encoding
 from fp4adam.tensors.blocks import flat_shape, round_up
-from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+from fp4adam.tensors.storage import GlobalSpec, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
@@ -119,13 +119,10 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
 
     Loaders write shards row by row. Values of rows that share scales with others, of the shard or
     of other ranks, are pending until all are there; else they are quantized in whole blocks.
-
-    Raises:
-        RuntimeError: If it is a slice of a whole tensor.
     """
-    shared = tensor._shared
+    shared, has_all = tensor._shared, is_all(tensor)
     shares_scales = shared.rows_share_scales
-    in_blocks = is_all(tensor) or _is_run_of_blocks(tensor)
+    in_blocks = has_all or _is_run_of_blocks(tensor)
     if not in_blocks and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
@@ -137,21 +134,27 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
-    if is_all(tensor):
-        shared.pending = matrix.clone() if shares_scales else None
-        if not shares_scales:
-            _quantize(tensor, matrix, amax)
-    elif waits:
-        if shared.pending is None:
-            shared.pending = _with_rows(tensor, matrix)
-        else:
-            if shared.pending.dtype != matrix.dtype:
-                shared.pending = shared.pending.float()
-            rows_of(tensor, shared.pending).copy_(matrix)
+    if has_all and shares_scales:
+        shared.pending = matrix.clone()
+    elif has_all or not waits:
+        shared.pending = None
+        _quantize(tensor, matrix.contiguous(), {} if amax is None else {"amax": amax})
+    elif shared.pending is None:
+        shared.pending = _with_rows(tensor, matrix)
     else:
-        first = tensor._first_row
-        storage = _stored_between(tensor, first, first + len(matrix))
-        tensor.quantizer.without_derived().write(matrix.contiguous(), storage)
+        if shared.pending.dtype != matrix.dtype:
+            shared.pending = shared.pending.float()
+        rows_of(tensor, shared.pending).copy_(matrix)
+
+
+def _quantize(tensor: QuantizedTensor, matrix: Tensor, options: dict[str, Any]) -> None:
+    first, rows = tensor._first_row, len(matrix)
+    if rows == stored_shape(tensor)[0]:
+        tensor.quantizer.write(matrix, tensor.inner, **options)
+        build_gemm_scales([tensor])
+    else:
+        storage = _stored_between(tensor, first, first + rows)
+        tensor.quantizer.without_derived().write(matrix, storage, **options)
         _build_derived(every_row(tensor))
 
 
@@ -280,11 +283,7 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
 def make_shard(
     tensor: QuantizedTensor, shape: tuple[int, ...], device: torch.device
 ) -> QuantizedTensor:
-    """A new, unwritten shard of ``tensor``, or of the whole tensor that ``tensor`` is a shard of.
-
-    Raises:
-        ValueError: If the format cannot be sharded, or ``shape`` cuts another dimension.
-    """
+    """A new, unwritten shard of ``tensor``, or of the whole tensor that it is a shard of."""
     spec = tensor.global_spec
     if spec is None:
         spec = GlobalSpec(tuple(tensor.shape), tensor.quantizer, shape[0])
@@ -301,15 +300,9 @@ def make_shard(
     if spec.is_cut:
         # Enough blocks for any first row within a block.
         rows = round_up(rows + block - 1, block)
-    shared = SharedStorage(
-        quantizer.zeros(rows, shape[-1], device),
-        global_spec=spec,
-        first_row=None,
-        unsettled=True,
-        name=tensor.parameter_name,
-        scale_group=tensor.scale_group,
-        parallel=tensor._shared.parallel,
-    )
+    unwritten = dict(rows=None, first_row=None, unsettled=True, is_copy=False)
+    zeros = quantizer.zeros(rows, shape[-1], device)
+    shared = tensor._shared.on(zeros, global_spec=spec, **unwritten)
     return type(tensor)(tuple(shape), tensor.dtype, quantizer, shared)
 
 
@@ -318,30 +311,17 @@ def parallel_part(
 ) -> QuantizedTensor:
     """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
 
-    It has all inner tensors that the weight has, their bytes, and the weight's amax.
-
-    Args:
-        tensor: The weight.
-        dim: The dimension that is divided.
-        number: The index of the part.
-        n_parts: Their number.
-        info: The ``ShardInfo`` of the part.
-
-    Raises:
-        ValueError: As :func:`check_parallel`.
+    It has all inner tensors that the weight has, their bytes, and the weight's amax. ``info`` is
+    its ``ShardInfo``.
     """
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
     window = tensor.narrow(dim, number * size, size)
     shape = tuple(window.shape)
-    shared = SharedStorage(
-        quantizer.zeros(*flat_shape(shape), tensor.device),
-        global_spec=GlobalSpec(shape, quantizer, shape[0], is_parallel=True),
-        first_row=None,
-        name=tensor.parameter_name,
-        scale_group=tensor.scale_group,
-        parallel=info,
-    )
+    spec = GlobalSpec(shape, quantizer, shape[0], is_parallel=True)
+    unwritten = dict(rows=None, first_row=None, unsettled=False, is_copy=False)
+    zeros = quantizer.zeros(*flat_shape(shape), tensor.device)
+    shared = tensor._shared.on(zeros, global_spec=spec, parallel=info, **unwritten)
     part = type(tensor)(shape, tensor.dtype, quantizer, shared)
     if tensor.is_meta:
         shared.first_row, shared.unsettled = 0, shared.rows_share_scales
@@ -383,12 +363,7 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
 
 
 def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
-    """Update the high-precision initial value after a write, if it is kept.
-
-    Args:
-        tensor: The tensor that was written.
-        value: The new unrounded value; None if unknown.
-    """
+    """Update the high-precision initial value after a write, if it is kept; None if unknown."""
     shared = tensor._shared
     has_init_val = shared.init_val is not shared.next_init_val
     keeps = shared.init_val is not None or shared.stepped_by
@@ -413,17 +388,5 @@ def rows_of(tensor: QuantizedTensor, value: Tensor) -> Tensor:
 def every_row(tensor: QuantizedTensor) -> QuantizedTensor:
     """A window on all of the storage, as a matrix."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
-    return tensor._alias(
-        (stored if rows is None else rows, cols), -tensor._start, -tensor._start_col
-    )
-
-
-def _quantize(tensor: QuantizedTensor, matrix: Tensor, amax: Tensor | None = None) -> None:
-    """Quantize all rows of a storage that shares no scales with other storages."""
-    rows = len(matrix)
-    if rows < stored_shape(tensor)[0]:
-        storage = _stored_between(tensor, 0, rows)
-        tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
-    options = {} if amax is None else {"amax": amax}
-    tensor.quantizer.write(matrix.contiguous(), tensor.inner, **options)
-    build_gemm_scales([tensor])
+    shape = (stored if rows is None else rows, cols)
+    return tensor._alias(shape, -tensor._start, -tensor._start_col)
