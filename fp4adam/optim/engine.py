@@ -253,6 +253,7 @@ class Engine:
                 old, group["amsgrad"], member in stale, device
             )
             member.free_initial_value(self.updates(group))
+            member.record()  # if no kernel can be compiled, the next step goes on with this master
             member.bind(group, state, param in moving)
         structure = self._structure()
         plan = StepPlan(

@@ -340,8 +340,7 @@ def _fingerprint(
     states: dict[tuple, list[dict]] = defaultdict(list)
     for sharded, here in by_sharding.items():
         borrowed = [m for m in here if m.borrowed]
-        prefix = "_local_tensor." if sharded else ""
-        for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], prefix):
+        for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
             if column.versioned:
                 marked[len(columns)] = [borrowed[i] for i in which]
             columns.append(column)
@@ -374,7 +373,6 @@ def _fingerprint(
         for member, span in zip(own, spans[i], strict=True):
             indices[member] += span
     for member, found in indices.items():
-        member.record()
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
 

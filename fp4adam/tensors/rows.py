@@ -32,7 +32,7 @@ def matrix_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     if leading:
         return math.prod(leading), last
     # FSDP2 keeps shards flat.
-    cols = tensor._shared.global_spec.shape[-1]
+    cols = tensor.global_spec.shape[-1]
     return last // max(cols, 1), cols
 
 
