@@ -234,7 +234,7 @@ def _quantize_layers(
     for (weight, users), param in zip(chosen, params, strict=True):
         check_attributes(users[0][0], weight, param)
     for param, name in zip(params, names, strict=True):
-        param._shared.name = name
+        param.parameter_name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     group_of = {i: group[0] for group in groups for i in group}

@@ -183,7 +183,7 @@ BAD: dict[str, tuple[Callable[[dict], None], str]] = {
     "no step": (damaged("step", None), "parameter 1 must hold step"),
     "one beta": (with_option("betas", (0.9,)), "betas must be two numbers, got"),
     "three betas": (with_option("betas", (0.9, 0.9, 0.9)), "betas must be two numbers, got"),
-    "two rates": (with_option("lr", torch.ones(2)), "numbers or tensors of one element, got"),
+    "two rates": (with_option("lr", torch.ones(2)), "must be 1-element"),
 }
 
 
