@@ -6,6 +6,7 @@ and narrow states have scales, so :class:`FusedAdam` shows views, and keeps ``gr
 agreement with the counts. All other code works on what is stored.
 """
 
+from collections import UserDict
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.masters import DIGEST
+from fp4adam.optim.masters import DIGEST, MASTER, REST
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.target import State, is_own_master
 
@@ -24,8 +25,7 @@ class StateView(MutableMapping[str, Any]):
     """A state that iterates over moments and master alone.
 
     An int16 remainder is its ``master_param``. So is an FP32 parameter itself, with
-    ``master_weights`` and ``use_decoupled_grad``.
-    Step and scales can be read and set by name.
+    ``master_weights`` and ``use_decoupled_grad``. All that is stored has its name besides.
 
     Attributes:
         stored: The state itself.
@@ -33,29 +33,24 @@ class StateView(MutableMapping[str, Any]):
         shows_step: True if it shows its step, as torch.optim's.
     """
 
-    def __init__(
-        self, stored: State, own_master: Tensor | None = None, shows_step: bool = False
-    ) -> None:
+    def __init__(self, stored: State, own_master: Tensor | None, shows_step: bool) -> None:
         self.stored = stored
         self.own_master = own_master
         self.shows_step = shows_step
 
     def _stored_name(self, name: str) -> str:
-        is_remainder = name == "master_param" and "param_remainder" in self.stored
-        return "param_remainder" if is_remainder else name
+        return REST if name == MASTER and REST in self.stored else name
 
     def _shown(self) -> State:
         shown = shown_entries(self.stored)
         if shown and self.own_master is not None:
-            shown["master_param"] = self.own_master
+            shown[MASTER] = self.own_master
         if self.shows_step and "step" in self.stored:
             shown = {"step": self.stored["step"], **shown}
         return shown
 
     def __getitem__(self, name: str) -> Any:
-        if name == "master_param" and self.own_master is not None:
-            return self._shown()[name]
-        return self.stored[self._stored_name(name)]
+        return {**self.stored, **self._shown()}[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.stored[self._stored_name(name)] = value
@@ -73,24 +68,22 @@ class StateView(MutableMapping[str, Any]):
         return repr(self._shown())
 
 
-class StatesView(MutableMapping[Any, Any]):
+class StatesView(UserDict):
     """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones.
 
     Attributes:
-        stored: The states themselves.
+        data: The states themselves.
         shows_own_masters: True if plain FP32 parameters are shown as their own masters.
         shows_steps: True if states show their steps, as torch.optim's.
     """
 
-    def __init__(
-        self, stored: dict[Any, Any], shows_own_masters: bool, shows_steps: bool = False
-    ) -> None:
-        self.stored = stored
+    def __init__(self, data: dict[Any, Any], shows_own_masters: bool, shows_steps: bool) -> None:
+        self.data = data
         self.shows_own_masters = shows_own_masters
         self.shows_steps = shows_steps
 
     def __getitem__(self, param: Any) -> Any:
-        return self._view(param, self.stored[param])
+        return self._view(param, self.data[param])
 
     def __setitem__(self, param: Any, state: Any) -> None:
         if isinstance(state, dict):
@@ -98,19 +91,7 @@ class StatesView(MutableMapping[Any, Any]):
             old = stored_state(self.get(param, {}))
             hidden = {name: value for name, value in old.items() if name in _HIDDEN}
             state = hidden | with_remainder(state)
-        self.stored[param] = stored_state(state)
-
-    def __delitem__(self, param: Any) -> None:
-        del self.stored[param]
-
-    def __contains__(self, param: Any) -> bool:
-        return param in self.stored
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
+        self.data[param] = stored_state(state)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -118,10 +99,10 @@ class StatesView(MutableMapping[Any, Any]):
     # Those of the base class would make a state in order to look for it.
 
     def get(self, param: Any, default: Any = None) -> Any:
-        return self[param] if param in self.stored else default
+        return self[param] if param in self.data else default
 
     def pop(self, param: Any, *default: Any) -> Any:
-        return self._view(param, self.stored.pop(param, *default))
+        return self._view(param, self.data.pop(param, *default))
 
     def _view(self, param: Any, state: Any) -> Any:
         if not isinstance(state, dict):
@@ -137,19 +118,14 @@ def stored_state(state: Any) -> Any:
 
 def shown_entries(state: State) -> State:
     """The entries of a state that Transformer Engine's has, under its names."""
-    shown = {name: value for name, value in state.items() if name not in _HIDDEN}
-    if "param_remainder" in shown:
-        shown["master_param"] = shown.pop("param_remainder")
-    return shown
+    names = {name: MASTER if name == REST else name for name in state if name not in _HIDDEN}
+    return {shown: state[name] for name, shown in names.items()}
 
 
 def with_remainder(state: State) -> State:
     """A state of Transformer Engine, whose int16 ``master_param`` is a remainder."""
-    master = state.get("master_param")
-    if isinstance(master, Tensor) and master.dtype == torch.int16:
-        others = {name: value for name, value in state.items() if name != "master_param"}
-        return {**others, "param_remainder": master}
-    return state
+    is_remainder = getattr(state.get(MASTER), "dtype", None) == torch.int16
+    return {REST if is_remainder and name == MASTER else name: x for name, x in state.items()}
 
 
 # The counts of groups
