@@ -57,11 +57,6 @@ def copy_tensor_to_quantized_param(param: Tensor, src: Tensor) -> None:
 
 def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
     """:func:`copy_tensor_to_quantized_param` for as many parameters; else ValueError."""
-    if len(params) != len(srcs):
-        raise ValueError(
-            f"srcs must have one entry per parameter, {len(params)}, got {len(srcs)}; pass the "
-            "values in the order of the parameters"
-        )
     for param, src in zip(params, srcs, strict=True):
         copy_tensor_to_quantized_param(param, src)
 

@@ -4,6 +4,7 @@ Adapters are found by the full name of a tensor's class, so no package is import
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,18 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
-
-FIELDS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-    "per_tensor_scale",
-    "scale",
-    "amax",
-)
 
 
 class TensorAdapter:
@@ -50,7 +39,9 @@ class TensorAdapter:
 
     The tensor's ``shape``, ``dtype`` (float32, bfloat16 or float16) and ``device`` are those of its
     values. After a step, its memory holds the bytes of ``quantizer(tensor).quantize(master)``.
-    Master weights start from the decoded values of that memory.
+    Master weights start from the decoded values of that memory, or from what a method
+    ``get_high_precision_init_val`` of the tensor returns, if that has these bytes;
+    ``clear_high_precision_init_val`` frees it then.
 
     Attributes:
         attributes: Names of the tensor's attributes that hold its memory, each a plain tensor or
@@ -102,22 +93,9 @@ class TensorAdapter:
         """The float32 values that the master weight starts from; None to decode the fields."""
         return None
 
-    def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
-        """The high-precision initial value, if the tensor keeps one for the optimizer.
-
-        The master weight starts from it, unless the tensor has been overwritten since.
-        """
-        return None
-
-    def clear_high_precision_init_val(self, tensor: Tensor) -> None:
-        """Free the high-precision initial value."""
-
-    def drop_columnwise(self, tensor: Tensor) -> None:
-        """Drop columnwise codes that were transposed from rowwise ones, which are new now.
-
-        Called by :func:`quantize_master_weights`, not by a step; optional.
-        """
-        raise NotImplementedError
+    drop_columnwise: Callable[[Tensor], None] | None = None
+    """A method that drops columnwise codes which were transposed from rowwise ones that are new
+    now; called by :func:`fp4adam.fp8_utils.quantize_master_weights`, not by a step."""
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}
@@ -178,20 +156,15 @@ def is_foreign(tensor: Tensor) -> bool:
     return not (is_plain or isinstance(tensor, QuantizedTensor | FakeTensor))
 
 
-def find_adapter(tensor: Tensor) -> TensorAdapter | None:
-    """The adapter of a tensor of another package, or None."""
-    found = (_ADAPTERS.get(class_name(base)) for base in type(tensor).__mro__)
-    return next((adapter for adapter in found if adapter is not None), None)
-
-
 def adapter_of(tensor: Tensor) -> TensorAdapter:
     """The adapter of a tensor of another package.
 
     Raises:
         TypeError: If none has been registered for its class.
     """
-    if (adapter := find_adapter(tensor)) is not None:
-        return adapter
+    for base in type(tensor).__mro__:
+        if (adapter := _ADAPTERS.get(class_name(base))) is not None:
+            return adapter
     raise TypeError(
         "parameters must be plain tensors, tensors of fp4adam or of classes that have an adapter, "
         f"got {class_name(type(tensor))}; register a fp4adam.TensorAdapter, which says where its "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, memory
+from fp4adam.interop.adapter import adapter_of, class_name, memory
 from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.fingerprint import Column
@@ -76,12 +76,12 @@ class BorrowedTensor:
         self._fields = self.adapter.fields(source)
         self._memory = memory(source, self.adapter)
         self.per_tensor_scale: Tensor | None = None
-        if layout.tensor_scale is not None and "per_tensor_scale" in self._fields:
-            self.per_tensor_scale = self._field("per_tensor_scale", torch.float32, (1,))
+        if "per_tensor_scale" in self._fields:
+            self.per_tensor_scale = self._scalar("per_tensor_scale")
         self.given: tuple[Tensor, Tensor] | None = None
         if layout.tensor_scale == "delayed":
-            scale, amax = (self._field(name, torch.float32, (1,)) for name in ("scale", "amax"))
-            self.given, self._given_fields = (scale, amax), self.given_fields()
+            self.given = self._scalar("scale"), self._scalar("amax")
+            self._given_fields = self.given_fields()
         shared = SharedStorage(self._storage(quantizer, *flat_shape(shape)))
         if whole is not None and layout.tensor_scale == "current":
             shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
@@ -115,11 +115,6 @@ class BorrowedTensor:
 
     def _storage(self, quantizer: Quantizer, rows: int, cols: int) -> Storage:
         """The inner tensors: shared fields where possible, new memory otherwise."""
-        if unknown := self._fields.keys() - set(FIELDS):
-            raise ValueError(
-                f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
-                f"got {', '.join(sorted(unknown))}; correct its adapter"
-            )
         layout, storage = quantizer.layout, {}
         for name, (size, dtype) in layout.shapes(rows, cols).items():
             if name.endswith(("_data", "_gemm_scale_inv")):
@@ -144,12 +139,8 @@ class BorrowedTensor:
         """Add the copies of an amax, which the source may have twice, or as a scale instead."""
         names = [n for n in ("amax_rowwise", "amax_columnwise") if n in self._fields]
         if not names and self.per_tensor_scale is None:
-            raise ValueError(
-                f"fields of {class_name(type(self.source))} must hold amax_rowwise, "
-                f"amax_columnwise or per_tensor_scale, got {', '.join(sorted(self._fields))}; "
-                "correct its adapter"
-            )
-        self.copies += [(self._field(name, torch.float32, (1,)), amax) for name in names]
+            self._refuse("amax_rowwise", "given, or amax_columnwise or per_tensor_scale")
+        self.copies += [(self._scalar(name), amax) for name in names]
         if not names:
             amax.copy_(_amax_of(quantizer, self.per_tensor_scale))
 
@@ -204,6 +195,9 @@ class BorrowedTensor:
             return field[tuple(map(slice, extent))]
         return field
 
+    def _scalar(self, name: str) -> Tensor:
+        return self._field(name, torch.float32, (1,))
+
     def _refuse(self, name: str, rule: str) -> NoReturn:
         field = self._fields.get(name)
         got = type(field).__name__
@@ -225,18 +219,20 @@ class BorrowedTensor:
 
     def value(self) -> Tensor:
         """The value that a master weight starts from, as a new float32 tensor."""
-        value = self.adapter.get_high_precision_init_val(self.source)
+        getter = getattr(self.source, "get_high_precision_init_val", None)
+        value = None if getter is None else getter()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value.detach()):
             value = self.adapter.dequantize(self.source)
         if value is None:
             return self.tensor.dequantize(torch.float32)
-        value = value.detach().to(self.source.device, torch.float32, copy=True)
+        value = value.detach().to(self.tensor.device, torch.float32, copy=True)
         return value.contiguous()
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value."""
-        self.adapter.clear_high_precision_init_val(self.source)
+        if hasattr(self.source, "clear_high_precision_init_val"):
+            self.source.clear_high_precision_init_val()
 
     def is_on(self, source: Tensor) -> bool:
         """Whether this is on the memory of ``source``, in its dtype."""

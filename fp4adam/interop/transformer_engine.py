@@ -77,14 +77,6 @@ class TransformerEngineAdapter(TensorAdapter):
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
 
-    def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
-        getter = getattr(tensor, "get_high_precision_init_val", None)
-        return None if getter is None else getter()
-
-    def clear_high_precision_init_val(self, tensor: Tensor) -> None:
-        if hasattr(tensor, "clear_high_precision_init_val"):
-            tensor.clear_high_precision_init_val()
-
 
 class NVFP4Adapter(TransformerEngineAdapter):
     """Adapter of NVFP4Tensor: 16x16 or 1x16 blocks, and two equal amaxes."""
@@ -127,19 +119,13 @@ class MXFP8Adapter(TransformerEngineAdapter):
     def quantizer(self, tensor: Tensor) -> Quantizer:
         usages, quantizer = self.check(tensor), getattr(tensor, "_quantizer", None)
         square = getattr(quantizer, "with_2d_quantization", False)
-        if square and not usages["rowwise"]:
-            raise ValueError(
-                f"rowwise codes of a {type(tensor).__name__} must be stored to be stepped with "
-                "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
-            )
         return MXFP8Quantizer(
             **usages,
             two_dimensional=square,
             optimize_for_gemm=getattr(tensor, "_with_gemm_swizzled_scales", False),
         )
 
-    # Transformer Engine would not make them again.
-    drop_columnwise = TensorAdapter.drop_columnwise
+    drop_columnwise = None  # Transformer Engine would not make them again
 
 
 class Float8BlockwiseAdapter(TransformerEngineAdapter):
@@ -175,12 +161,6 @@ class Float8Adapter(TransformerEngineAdapter):
             # The history has the two entries that the scale of another package needs.
             return Float8Quantizer(
                 **usages, scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent"
-            )
-        if not hasattr(quantizer, "amax_epsilon"):
-            raise ValueError(
-                "_quantizer of a Float8Tensor must be a Float8CurrentScalingQuantizer or a "
-                f"Float8Quantizer to be stepped, got a {type(quantizer).__name__}; build the model "
-                "with the recipe Float8CurrentScaling or DelayedScaling"
             )
         return Float8Quantizer(
             **usages,
