@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -31,11 +31,8 @@ from fp4adam.tensors.swizzle import read_gemm_scales
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 
 
-class Whole(NamedTuple):
-    """The shape of the tensor that a source is one rank's rows of, and the size of each shard."""
-
-    shape: tuple[int, ...]
-    chunk: int
+# The shape of the tensor that a source is one rank's rows of, and the size of each shard.
+Whole = tuple[tuple[int, ...], int]
 
 
 class BorrowedTensor:
@@ -84,7 +81,7 @@ class BorrowedTensor:
             self._given_fields = self.given_fields()
         shared = SharedStorage(self._storage(quantizer, *flat_shape(shape)))
         if whole is not None and layout.tensor_scale == "current":
-            shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
+            shared.global_spec = GlobalSpec(whole[0], quantizer, whole[1])
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
         with torch.no_grad():
             for target, own in self.copies:
@@ -103,13 +100,14 @@ class BorrowedTensor:
 
     def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
-        quantizer.check_shape(whole.shape)
-        rows, block = whole.chunk * math.prod(whole.shape[1:-1]), quantizer.layout.block
-        is_cut = whole.chunk < whole.shape[0] and rows % block != 0
+        shape, chunk = whole
+        quantizer.check_shape(shape)
+        rows, block = chunk * math.prod(shape[1:-1]), quantizer.layout.block
+        is_cut = chunk < shape[0] and rows % block != 0
         if quantizer.layout.scale_type is not None and is_cut:
             raise ValueError(
                 f"shards of a {type(self.source).__name__} must have multiples of {block} rows, so "
-                f"that no block lies on two ranks, got {rows} rows of shape {whole.shape}; use "
+                f"that no block lies on two ranks, got {rows} rows of shape {shape}; use "
                 "another number of ranks, or leave the layer in high precision"
             )
 
@@ -256,9 +254,7 @@ def borrow(source: Tensor) -> BorrowedTensor:
     """The borrowed tensor for a whole tensor of another package, to write to.
 
     Cached until the memory changes. Scales that have another layout there may be outdated in it.
-
-    Raises:
-        TypeError, ValueError: As for :class:`BorrowedTensor`.
+    Errors are those of :class:`BorrowedTensor`.
     """
     known = _borrowed.get(source)
     if known is None or not known.is_on(source):
@@ -271,12 +267,8 @@ def source_columns(
 ) -> list[tuple[Column, list[int]]]:
     """How to read, all at once, whether tensors are on the memory of their sources, unwritten.
 
-    Args:
-        pairs: The tensors, each with its parameter.
-        is_sharded: True if these are DTensors of the sources.
-
-    Returns:
-        Columns of a fingerprint, each with the indices of the pairs that it reads.
+    ``pairs`` are tensors with their parameters, which are DTensors of the sources if
+    ``is_sharded``. Returns columns of a fingerprint, each with the indices of the pairs it reads.
     """
     alike: dict[tuple, list[int]] = defaultdict(list)
     for i, (one, _) in enumerate(pairs):
@@ -307,9 +299,6 @@ class ScaleWriteback:
 
     With delayed scaling, the source says what its next scale is. So call :meth:`read` before the
     tensors are written, and the object itself afterwards.
-
-    Args:
-        borrowed: The tensors and their sources.
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
@@ -356,9 +345,6 @@ class _ExternalScales:
     The histories have two entries. Before a write, the first becomes an amax with the given scale.
     The write takes its scale from there; afterwards the first entry is its own amax, and the other
     one the former first. If the device skips the write, that entry stays 0.
-
-    Args:
-        members: Tensors on one device.
     """
 
     def __init__(self, members: Sequence[BorrowedTensor]) -> None:

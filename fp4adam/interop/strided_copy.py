@@ -54,12 +54,10 @@ def _launch(device: torch.device, dtype: torch.dtype, pairs: list[Pair]) -> "Lau
         shapes = ((1, target.shape), (0, source.stride()), (0, target.stride()))
         columns = [n for fill, values in shapes for n in (*[fill] * missing, *values)]
         rows.append([source.data_ptr(), target.data_ptr(), *columns])
-        firsts = torch.arange(
-            0, target.numel(), strided_copy.CHUNK, dtype=torch.int32, device="cpu"
-        )
+        firsts = torch.arange(0, target.numel(), strided_copy.CHUNK, device="cpu")
         chunks.append(torch.stack((torch.full_like(firsts, i), firsts), dim=1))
     tables = []
-    for host in (torch.tensor(rows, dtype=torch.int64, device="cpu"), torch.cat(chunks)):
+    for host in (torch.tensor(rows, device="cpu"), torch.cat(chunks).int()):
         tables.append(torch.empty_like(host, device=device))
         upload(host, tables[-1])
     return strided_copy.strided_copy(*tables, dtype)

@@ -22,21 +22,14 @@ _HIDDEN = {"step", DIGEST, *SCALES.values()}
 
 
 class StateView(MutableMapping[str, Any]):
-    """A state that iterates over moments and master alone.
+    """A state that iterates over moments and master alone, and over ``step`` if it shows it.
 
-    An int16 remainder is its ``master_param``. So is an FP32 parameter itself, with
+    An int16 remainder is its ``master_param``. So is ``own_master``, an FP32 parameter itself, with
     ``master_weights`` and ``use_decoupled_grad``. All that is stored has its name besides.
-
-    Attributes:
-        stored: The state itself.
-        own_master: The parameter, if it is its own master; else None.
-        shows_step: True if it shows its step, as torch.optim's.
     """
 
     def __init__(self, stored: State, own_master: Tensor | None, shows_step: bool) -> None:
-        self.stored = stored
-        self.own_master = own_master
-        self.shows_step = shows_step
+        self.stored, self.own_master, self.shows_step = stored, own_master, shows_step
 
     def _stored_name(self, name: str) -> str:
         return REST if name == MASTER and REST in self.stored else name
@@ -69,18 +62,10 @@ class StateView(MutableMapping[str, Any]):
 
 
 class StatesView(UserDict):
-    """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones.
-
-    Attributes:
-        data: The states themselves.
-        shows_own_masters: True if plain FP32 parameters are shown as their own masters.
-        shows_steps: True if states show their steps, as torch.optim's.
-    """
+    """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones."""
 
     def __init__(self, data: dict[Any, Any], shows_own_masters: bool, shows_steps: bool) -> None:
-        self.data = data
-        self.shows_own_masters = shows_own_masters
-        self.shows_steps = shows_steps
+        self.data, self.shows_own_masters, self.shows_steps = data, shows_own_masters, shows_steps
 
     def __getitem__(self, param: Any) -> Any:
         return self._view(param, self.data[param])
@@ -134,8 +119,7 @@ def with_remainder(state: State) -> State:
 def show_steps(engine: Engine) -> list[Any]:
     """Set ``step`` of all groups: the largest count of its parameters, or else of all others.
 
-    Returns:
-        The counts, by group: numbers, or with ``capturable`` the tensor of one of its parameters.
+    Returns the counts, by group; with ``capturable`` each is the tensor of one of its parameters.
     """
     counts, options = _counts(engine), engine.targets.options
     # Tensors cannot be compared without waiting for the device.
@@ -152,37 +136,32 @@ def _counts(engine: Engine) -> dict[int, Any]:
     """The largest step count of each group that has any, by the id of the group."""
     if engine.plan is not None:
         return engine.plan.latest_steps()
-    counts: dict[int, Any] = {}
+    counts = {}
     for group, params in engine.groups:
-        steps = [engine.states[p]["step"] for p in params if "step" in engine.states.get(p, {})]
-        if steps:
+        if steps := [state["step"] for state in _counted(engine, params)]:
             is_capturable = engine.targets.options.capturable
             counts[id(group)] = steps[0] if is_capturable else max(map(float, steps))
     return counts
 
 
+def _counted(engine: Engine, params: Sequence[Tensor]) -> list[State]:
+    states = (engine.states.get(param, {}) for param in params)
+    return [state for state in states if "step" in state]
+
+
 def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
     """Let a ``step`` that other code has set in a group hold for all states of that group.
 
-    Args:
-        engine: The engine of all parameters.
-        shown: What :func:`show_steps` has returned.
-
-    Raises:
-        ValueError: If it is no count.
+    ``shown`` is what :func:`show_steps` has returned. ValueError if it is no count.
     """
-    groups = zip(engine.groups, shown, strict=False)  # groups are added
-    edited = [
-        (group["step"], params)
-        for (group, params), before in groups
-        if (now := group.get("step")) is not None and now is not before and now != before
-    ]
-    for step, _ in edited:
+    for (group, params), before in zip(engine.groups, shown, strict=False):  # groups are added
+        step = group.get("step")
+        if step is None or step is before or step == before:
+            continue
         if not float(step) >= 0:
             raise ValueError(f"step of a group must be a number >= 0, got {step!r}")
-    for step, params in edited:
         engine.drop_plan()
-        for state in (engine.states[p] for p in params if "step" in engine.states.get(p, {})):
+        for state in _counted(engine, params):
             state["step"] = torch.full_like(state["step"], float(step))
 
 
@@ -192,9 +171,7 @@ def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
 def encode(state_dict: dict[str, Any], keys: Collection[Any]) -> None:
     """Count steps in the groups of a state dict; states keep a ``step`` where it is another one.
 
-    Args:
-        state_dict: It has FP32 states under the names of torch.optim, each with a ``step``.
-        keys: The keys of the states of parameters.
+    It has FP32 states under the names of torch.optim; those of parameters have these ``keys``.
     """
     states = state_dict["state"]
     counts = {key: int(states[key]["step"]) for key in keys if "step" in states[key]}
