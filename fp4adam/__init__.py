@@ -25,9 +25,8 @@ from fp4adam.interop import torchao as _torchao
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.interop.transformer_engine import workspaces_of as workspaces_of
-from fp4adam.nn import grouped_mm as _grouped_mm
 from fp4adam.nn import linear as _linear
-from fp4adam.nn import parallel_linear as _parallel_linear
+from fp4adam.nn import transposed_weight as _transposed_weight
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.nn.quantize_model import quantize_model as quantize_model

@@ -18,7 +18,7 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
+from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, find_stale, warn_of_loaded
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST, CodeRemainder
 from fp4adam.optim.remainder import complete, digest
@@ -219,7 +219,7 @@ def loaded(
     check_state_dict(groups, state_dict)
     new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
     for group, new in zip(groups, new_groups, strict=True):
-        check_saved_numbers({**defaults, **new})
+        check_numbers({**defaults, **new})
         checks.check_options(options, new.get("amsgrad", False))
         new["params"] = group["params"]
         if "param_names" in group:

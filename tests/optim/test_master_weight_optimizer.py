@@ -40,8 +40,8 @@ from helpers import (
     random,
     set_grads,
     take_steps,
+    value_of,
 )
-from master_reference import value_of
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
