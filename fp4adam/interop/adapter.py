@@ -70,7 +70,7 @@ class TensorAdapter:
         ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8Tensor`,
                                  :class:`Float8BlockTensor`): contiguous, one byte per entry
         ``rowwise_scale_inv``,   scales as in that class, in two dimensions with any padding. For
-        ``columnwise_scale_inv`` any other layout, a view of up to five dimensions whose row-major
+        ``columnwise_scale_inv`` any other layout, a view of more dimensions whose row-major
                                  order is that of the padded matrix (not with
                                  ``two_dimensional=True``). With ``optimize_for_gemm=True`` in the
                                  order of GEMMs, contiguous
@@ -113,14 +113,10 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
         TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` is neither a
             class nor a name.
     """
-    if not isinstance(adapter, TensorAdapter):
+    if not (isinstance(adapter, TensorAdapter) and isinstance(tensor_class, str | type)):
         raise TypeError(
-            f"adapter must be an instance of a class derived from TensorAdapter, got {adapter!r}; "
-            "see its documentation for what to implement"
-        )
-    if not isinstance(tensor_class, str | type):
-        raise TypeError(
-            f"tensor_class must be a class or its name, got {tensor_class!r}; pass 'module.Class'"
+            "tensor_class must be a class or its name 'module.Class', and adapter an instance of a "
+            f"class derived from TensorAdapter, got {tensor_class!r} and {adapter!r}"
         )
     name = tensor_class if isinstance(tensor_class, str) else class_name(tensor_class)
     _ADAPTERS[name] = adapter

@@ -2,9 +2,8 @@
 
 The step works on a tensor of this package that shares the codes of the other tensor, and its scales
 if both use the same layout. If the layouts differ (scales repeated for the rows of a block,
-transposed, unpadded or swizzled), the kernels write scales to a buffer, which is then copied back.
-That costs at most an eighth of a byte per element, of the 27 that a step moves, and the kernels
-need to know only one layout.
+transposed, unpadded or swizzled), the kernels write scales to a buffer, which torch then copies
+back: at most an eighth of a byte per element, and the kernels need to know only one layout.
 """
 
 import math
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.interop.adapter import adapter_of, class_name, memory
-from fp4adam.interop.strided_copy import StridedCopies
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.fingerprint import Column
 from fp4adam.tensors.layout import Layout
@@ -140,7 +138,8 @@ class BorrowedTensor:
             self._refuse("amax_rowwise", "given, or amax_columnwise or per_tensor_scale")
         self.copies += [(self._scalar(name), amax) for name in names]
         if not names:
-            amax.copy_(_amax_of(quantizer, self.per_tensor_scale))
+            scale = self.per_tensor_scale
+            amax.copy_(_solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value))
 
     def _copy_grid(self, layout: Layout, rows: int, cols: int, grid: Tensor) -> None:
         """Add the copies of the scales of square blocks, which the source may repeat per row."""
@@ -162,10 +161,10 @@ class BorrowedTensor:
         if field.dim() == 2:
             inside = self._field(name, own.dtype, extent=extent)
             self.copies.append((inside, own[tuple(map(slice, extent))]))
-        elif field.dim() <= 5 and field.numel() == own.numel():
+        elif field.numel() == own.numel():
             self.copies.append((field, own.view(field.shape)))
         else:
-            self._refuse(name, f"of at most five dimensions and as large as {tuple(own.shape)}")
+            self._refuse(name, f"a matrix, or as large as {tuple(own.shape)}")
         return own
 
     def _field(
@@ -186,9 +185,7 @@ class BorrowedTensor:
                 self._refuse(name, f"contiguous and as large as {size}")
             return field.view(size)
         if extent is not None:
-            if field.dim() != 2 or not (
-                field.shape[0] >= extent[0] and field.shape[1] >= extent[1]
-            ):
+            if field.dim() != 2 or field.shape[0] < extent[0] or field.shape[1] < extent[1]:
                 self._refuse(name, f"of two dimensions and at least {[*extent]}")
             return field[tuple(map(slice, extent))]
         return field
@@ -200,8 +197,7 @@ class BorrowedTensor:
         field = self._fields.get(name)
         got = type(field).__name__
         if isinstance(field, Tensor):
-            got = f"shape {tuple(field.shape)} with strides {field.stride()}, {field.dtype}"
-            got += f" on {field.device}"
+            got = f"{field.dtype} {tuple(field.shape)} on {field.device}, strides {field.stride()}"
         raise ValueError(
             f"{name} of {class_name(type(self.source))} must be {rule}, got {got}; make the tensor "
             "contiguous, or correct its adapter"
@@ -224,8 +220,7 @@ class BorrowedTensor:
             value = self.adapter.dequantize(self.source)
         if value is None:
             return self.tensor.dequantize(torch.float32)
-        value = value.detach().to(self.tensor.device, torch.float32, copy=True)
-        return value.contiguous()
+        return value.detach().to(self.tensor.device, torch.float32, copy=True).contiguous()
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value."""
@@ -302,17 +297,12 @@ class ScaleWriteback:
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._copies = StridedCopies(
-            [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
-        )
-        self._scaled = [
-            (
-                members[0].tensor.quantizer,
-                [one.tensor._amax for one in members],
-                [one.per_tensor_scale for one in members],
-            )
-            for members in _alike(one for one in borrowed if one.per_tensor_scale is not None)
-        ]
+        pairs = [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
+        # torch copies numbers in one launch, and views of other layouts one by one.
+        numbers = [pair for pair in pairs if pair[0].numel() == 1]
+        views = [pair for pair in pairs if pair[0].numel() != 1]
+        self._copies = [[*zip(*alike, strict=True)] for alike in (numbers, views) if alike]
+        self._scaled = _alike(one for one in borrowed if one.per_tensor_scale is not None)
         delayed = _alike(one for one in borrowed if one.given is not None)
         self._given = [_ExternalScales(members) for members in delayed]
 
@@ -322,13 +312,15 @@ class ScaleWriteback:
             given.read()
 
     def __call__(self) -> None:
-        """Make all copies, in a few launches."""
-        self._copies()
+        """Make all copies."""
+        for targets, sources in self._copies:
+            torch._foreach_copy_(targets, sources)
         for given in self._given:
             given.write()
-        for quantizer, amaxes, targets in self._scaled:
-            scales = quantizer.per_tensor_scale(torch.cat(amaxes))
-            torch._foreach_copy_(targets, [*scales.split(1)])
+        for members in self._scaled:
+            amaxes = torch.cat([one.tensor._amax for one in members])
+            scales = members[0].tensor.quantizer.per_tensor_scale(amaxes)
+            torch._foreach_copy_([one.per_tensor_scale for one in members], [*scales.split(1)])
 
 
 def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
@@ -365,11 +357,6 @@ class _ExternalScales:
         histories = torch.stack(self._histories)
         found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
         torch._foreach_maximum_(self._amaxes, [*found.split(1)])
-
-
-def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:
-    """An amax with exactly this per-tensor scale in float32, or the nearest if none has."""
-    return _solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value)
 
 
 def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:

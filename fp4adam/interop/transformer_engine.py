@@ -162,8 +162,8 @@ def is_te_tensor(tensor: Any, name: str = "") -> bool:
 def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
     """The quantized copies that Transformer Engine's modules keep of weights, for :func:`cast`.
 
-    Modules make them in their first forward pass with ``is_first_microbatch``. One that no longer
-    fits its weight is dropped, and made again by its module.
+    Modules make them in their first forward pass with ``is_first_microbatch``. Clear a module's
+    ``_fp8_workspaces`` where weights have been moved or sharded since; ``cast`` refuses those.
 
     Returns:
         The copies, and for each the parts of its weight along the first dimension.
@@ -180,18 +180,11 @@ def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ..
         )
     copies, weights = [], []
     for module in keeping:
-        for name, copy in [*(module._fp8_workspaces or {}).items()]:
+        for name, copy in (module._fp8_workspaces or {}).items():
             # A fused weight may be split into several parameters.
             names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
-            parts = tuple(getattr(module, each) for each in names)
-            shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-            is_whole = not any(hasattr(part, "device_mesh") for part in parts)
-            is_there = all(part.device == copy.device for part in parts)
-            if is_whole and is_there and shape == tuple(copy.shape):
-                copies.append(copy)
-                weights.append(parts)
-            else:
-                del module._fp8_workspaces[name]
+            copies.append(copy)
+            weights.append(tuple(getattr(module, each) for each in names))
     return copies, weights
 
 
