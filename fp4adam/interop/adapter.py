@@ -54,9 +54,7 @@ class TensorAdapter:
     def quantizer(self, tensor: Tensor) -> Quantizer:
         """The format of ``tensor``, with the directions that it stores.
 
-        Raises:
-            ValueError: If its format is not supported; the message should name the property and the
-                remedy.
+        Raise ValueError if it is not supported, and name the property and the remedy.
         """
         raise NotImplementedError
 
@@ -110,8 +108,7 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
         adapter: The adapter for its tensors.
 
     Raises:
-        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` is neither a
-            class nor a name.
+        TypeError: If an argument is something else.
     """
     if not (isinstance(adapter, TensorAdapter) and isinstance(tensor_class, str | type)):
         raise TypeError(
@@ -136,8 +133,8 @@ _WRAPPERS = {
 
 @functools.cache
 def _inner_of(tensor_class: type) -> str | None:
-    found = (_WRAPPERS.get(class_name(base)) for base in tensor_class.__mro__)
-    return next((name for name in found if name is not None), None)
+    names = map(class_name, tensor_class.__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def unwrapped(tensor: Any) -> Any:
@@ -153,14 +150,10 @@ def is_foreign(tensor: Tensor) -> bool:
 
 
 def adapter_of(tensor: Tensor) -> TensorAdapter:
-    """The adapter of a tensor of another package.
-
-    Raises:
-        TypeError: If none has been registered for its class.
-    """
-    for base in type(tensor).__mro__:
-        if (adapter := _ADAPTERS.get(class_name(base))) is not None:
-            return adapter
+    """The adapter of a tensor of another package; TypeError if none has been registered."""
+    for name in map(class_name, type(tensor).__mro__):
+        if name in _ADAPTERS:
+            return _ADAPTERS[name]
     raise TypeError(
         "parameters must be plain tensors, tensors of fp4adam or of classes that have an adapter, "
         f"got {class_name(type(tensor))}; register a fp4adam.TensorAdapter, which says where its "

@@ -29,10 +29,6 @@ from fp4adam.tensors.swizzle import read_gemm_scales
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
 
 
-# The shape of the tensor that a source is one rank's rows of, and the size of each shard.
-Whole = tuple[tuple[int, ...], int]
-
-
 class BorrowedTensor:
     """A quantized tensor that uses the memory of another package's tensor.
 
@@ -46,10 +42,15 @@ class BorrowedTensor:
         given: With delayed scaling the source's next encode scale and its largest magnitude so
             far, else None.
         adapter: The adapter of the source.
+        memory: The attributes of the source that hold its memory.
     """
 
-    def __init__(self, source: Tensor, whole: Whole | None = None) -> None:
-        """Borrow the memory of ``source``, which is a shard if there is a ``whole``.
+    def __init__(self, source: Tensor, whole: tuple[tuple[int, ...], int] | None = None) -> None:
+        """Borrow the memory of ``source``.
+
+        Args:
+            source: The tensor, or a shard of one.
+            whole: Of a shard, the shape of the whole tensor, and how many rows each shard has.
 
         Raises:
             TypeError: If its class has no adapter, or its dtype is not supported.
@@ -64,12 +65,13 @@ class BorrowedTensor:
         if whole is None:
             quantizer.check_shape(shape)
         else:
-            self._check_shards(quantizer, whole)
+            self._check_shards(quantizer, *whole)
         check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.mirrors: list[tuple[Tensor, Tensor]] = []
         self._fields = self.adapter.fields(source)
         self._memory = memory(source, self.adapter)
+        self.memory = [part for part in self._memory if isinstance(part, Tensor)]
         self.per_tensor_scale: Tensor | None = None
         if "per_tensor_scale" in self._fields:
             self.per_tensor_scale = self._scalar("per_tensor_scale")
@@ -91,14 +93,8 @@ class BorrowedTensor:
         """The other package's tensor; it must be alive."""
         return self._source()
 
-    @property
-    def memory(self) -> list[Tensor]:
-        """The attributes of the source that hold its memory."""
-        return [part for part in self._memory if isinstance(part, Tensor)]
-
-    def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
+    def _check_shards(self, quantizer: Quantizer, shape: tuple[int, ...], chunk: int) -> None:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
-        shape, chunk = whole
         quantizer.check_shape(shape)
         rows, block = chunk * math.prod(shape[1:-1]), quantizer.layout.block
         is_cut = chunk < shape[0] and rows % block != 0
@@ -249,7 +245,6 @@ def borrow(source: Tensor) -> BorrowedTensor:
     """The borrowed tensor for a whole tensor of another package, to write to.
 
     Cached until the memory changes. Scales that have another layout there may be outdated in it.
-    Errors are those of :class:`BorrowedTensor`.
     """
     known = _borrowed.get(source)
     if known is None or not known.is_on(source):
@@ -277,12 +272,12 @@ def source_columns(
         owners = [pairs[i][1] for i in which]
         read = attrgetter(*(prefix + name for name in ("dtype", *names)))
         read_tensors = attrgetter(*(prefix + name for name in tensors))
-        several = len(tensors) > 1
-        columns += [
-            (Column(owners, source, same=True, versioned=True), which),
-            (Column(owners, read, chained=True, same=True), which),
-            (Column(owners, read_tensors, chained=several, versioned=True), which),
+        found = [
+            Column(owners, source, same=True, versioned=True),
+            Column(owners, read, chained=True, same=True),
+            Column(owners, read_tensors, chained=len(tensors) > 1, versioned=True),
         ]
+        columns += [(column, which) for column in found]
     delayed = [i for i, (one, _) in enumerate(pairs) if one.given is not None]
     given = [pairs[i][0] for i in delayed]
     columns.append((Column(given, BorrowedTensor.given_fields, chained=True, same=True), delayed))
@@ -299,24 +294,35 @@ class ScaleWriteback:
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
         pairs = [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
         # torch copies numbers in one launch, and views of other layouts one by one.
-        numbers = [pair for pair in pairs if pair[0].numel() == 1]
-        views = [pair for pair in pairs if pair[0].numel() != 1]
+        views = [pair for pair in pairs if pair[0].numel() > 1]
+        numbers = [pair for pair in pairs if pair[0].numel() <= 1]
         self._copies = [[*zip(*alike, strict=True)] for alike in (numbers, views) if alike]
         self._scaled = _alike(one for one in borrowed if one.per_tensor_scale is not None)
-        delayed = _alike(one for one in borrowed if one.given is not None)
-        self._given = [_ExternalScales(members) for members in delayed]
+        self._delayed = _alike(one for one in borrowed if one.given is not None)
 
     def read(self) -> None:
-        """Read the scales that sources give for the next write."""
-        for given in self._given:
-            given.read()
+        """Read the scales that sources give for the next write.
+
+        Histories have two entries. The first becomes an amax with the given scale, which the write
+        takes. Afterwards the first is its own amax, and the other one the former first; if the
+        device skips the write, that entry stays 0.
+        """
+        for members in self._delayed:
+            quantizer = members[0].tensor.quantizer
+            scales = torch.cat([one.given[0] for one in members])
+            amaxes = _solve(quantizer.encode_scale, scales, quantizer.largest_value / scales)
+            histories = [one.tensor._amax_history for one in members]
+            torch._foreach_zero_(histories)
+            torch._foreach_copy_([history[:1] for history in histories], [*amaxes.split(1)])
 
     def __call__(self) -> None:
         """Make all copies."""
         for targets, sources in self._copies:
             torch._foreach_copy_(targets, sources)
-        for given in self._given:
-            given.write()
+        for members in self._delayed:
+            histories = torch.stack([one.tensor._amax_history for one in members])
+            found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
+            torch._foreach_maximum_([one.given[1] for one in members], [*found.split(1)])
         for members in self._scaled:
             amaxes = torch.cat([one.tensor._amax for one in members])
             scales = members[0].tensor.quantizer.per_tensor_scale(amaxes)
@@ -329,34 +335,6 @@ def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
     for one in borrowed:
         alike[one.tensor.quantizer, one.tensor.device].append(one)
     return [*alike.values()]
-
-
-class _ExternalScales:
-    """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
-
-    The histories have two entries. Before a write, the first becomes an amax with the given scale.
-    The write takes its scale from there; afterwards the first entry is its own amax, and the other
-    one the former first. If the device skips the write, that entry stays 0.
-    """
-
-    def __init__(self, members: Sequence[BorrowedTensor]) -> None:
-        self._quantizer = members[0].tensor.quantizer
-        self._scales, self._amaxes = zip(*(one.given for one in members), strict=True)
-        self._histories = [one.tensor._amax_history for one in members]
-        self._firsts = [history[:1] for history in self._histories]
-
-    def read(self) -> None:
-        scales = torch.cat(self._scales)
-        amaxes = _solve(
-            self._quantizer.encode_scale, scales, self._quantizer.largest_value / scales
-        )
-        torch._foreach_zero_(self._histories)
-        torch._foreach_copy_(self._firsts, [*amaxes.split(1)])
-
-    def write(self) -> None:
-        histories = torch.stack(self._histories)
-        found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
-        torch._foreach_maximum_(self._amaxes, [*found.split(1)])
 
 
 def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:

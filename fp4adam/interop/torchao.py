@@ -16,13 +16,10 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import row_by_row
 
-# torchao's ScaleCalculationMode by name, for MXFP4.
-ROUNDINGS = {"FLOOR": "floor", "EVEN": "even", "RCEIL": "up"}
+ROUNDINGS = {"FLOOR": "floor", "EVEN": "even", "RCEIL": "up"}  # of MXFP4, by torchao's name
 
 
 class NVFP4Adapter(TensorAdapter):
-    """Adapter of NVFP4Tensor: E4M3 scales, and one float32 number that multiplies all of them."""
-
     attributes = ("qdata", "scale", "per_tensor_scale")
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
@@ -49,8 +46,6 @@ class NVFP4Adapter(TensorAdapter):
 
 
 class MXAdapter(TensorAdapter):
-    """Adapter of MXTensor: E8M0 scales."""
-
     attributes = ("qdata", "scale")
 
     def quantizer(self, tensor: Tensor) -> Quantizer:

@@ -165,11 +165,8 @@ def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ..
     Modules make them in their first forward pass with ``is_first_microbatch``. Clear a module's
     ``_fp8_workspaces`` where weights have been moved or sharded since; ``cast`` refuses those.
 
-    Returns:
-        The copies, and for each the parts of its weight along the first dimension.
-
-    Raises:
-        ValueError: If the model has no modules that keep copies.
+    Returns the copies, and for each the parts of its weight along the first dimension. ValueError
+    if the model has no modules that keep copies.
     """
     keeping = [module for module in model.modules() if hasattr(module, "_fp8_workspaces")]
     if not keeping or all(getattr(m, "primary_weights_in_fp8", False) for m in keeping):

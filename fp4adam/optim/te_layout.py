@@ -38,9 +38,8 @@ class StateView(MutableMapping[str, Any]):
         shown = shown_entries(self.stored)
         if shown and self.own_master is not None:
             shown[MASTER] = self.own_master
-        if self.shows_step and "step" in self.stored:
-            shown = {"step": self.stored["step"], **shown}
-        return shown
+        has_step = self.shows_step and "step" in self.stored
+        return {"step": self.stored["step"], **shown} if has_step else shown
 
     def __getitem__(self, name: str) -> Any:
         return {**self.stored, **self._shown()}[name]
@@ -78,9 +77,6 @@ class StatesView(UserDict):
             state = hidden | with_remainder(state)
         self.data[param] = stored_state(state)
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
     # Those of the base class would make a state in order to look for it.
 
     def get(self, param: Any, default: Any = None) -> Any:
@@ -113,9 +109,6 @@ def with_remainder(state: State) -> State:
     return {REST if is_remainder and name == MASTER else name: x for name, x in state.items()}
 
 
-# The counts of groups
-
-
 def show_steps(engine: Engine) -> list[Any]:
     """Set ``step`` of all groups: the largest count of its parameters, or else of all others.
 
@@ -136,10 +129,9 @@ def _counts(engine: Engine) -> dict[int, Any]:
     """The largest step count of each group that has any, by the id of the group."""
     if engine.plan is not None:
         return engine.plan.latest_steps()
-    counts = {}
+    counts, is_capturable = {}, engine.targets.options.capturable
     for group, params in engine.groups:
         if steps := [state["step"] for state in _counted(engine, params)]:
-            is_capturable = engine.targets.options.capturable
             counts[id(group)] = steps[0] if is_capturable else max(map(float, steps))
     return counts
 
@@ -163,9 +155,6 @@ def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
         engine.drop_plan()
         for state in _counted(engine, params):
             state["step"] = torch.full_like(state["step"], float(step))
-
-
-# Saved states
 
 
 def encode(state_dict: dict[str, Any], keys: Collection[Any]) -> None:

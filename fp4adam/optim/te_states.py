@@ -24,9 +24,8 @@ def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | Non
     target, options = _target(engine, param), engine.targets.options
     if store_param_remainders not in (None, options.store_param_remainders, target.has_remainder):
         raise ValueError(
-            "store_param_remainders must be that of the optimizer, "
-            f"{options.store_param_remainders}, got {store_param_remainders}; set it at "
-            "construction"
+            f"store_param_remainders must be that of the optimizer, got {store_param_remainders}; "
+            "set it at construction"
         )
     checks.check_steppable(options.name, param)
     engine.drop_plan()
@@ -85,9 +84,8 @@ def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Tar
     """What is stepped of ``param``; raises ValueError unless it can have a state of this name."""
     if not any(param is one for one in engine.params):
         raise ValueError(
-            f"param must be a parameter of this optimizer, got one of shape "
-            f"{tuple(param.shape)}, which is in none of its groups; pass tensors from "
-            "param_groups"
+            f"param must be a parameter of this optimizer, got one of shape {tuple(param.shape)}, "
+            "which is in none of its groups; pass tensors from param_groups"
         )
     target = engine.targets[param]
     if state_name not in (None, *NAMES):
