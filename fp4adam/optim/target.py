@@ -573,7 +573,7 @@ class BorrowedTarget(Target):
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         # A shard without a specification has scales of its own.
-        has_peers = self.param._shared.global_spec is not None
+        has_peers = self.param.global_spec is not None
         return ShardInfo.of(self.owner, self.param) if has_peers else ()
 
     def current_mark(self) -> Mark:
