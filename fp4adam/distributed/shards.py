@@ -49,7 +49,7 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         value = shard.written_value()
         value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
-        if shared.init_val is not None or shared.has_optimizer:
+        if shared.init_val is not None or shared.stepped_by:
             # The master weight must start from what has been quantized.
             shared.init_val = value
     shared.unsettled = False
@@ -87,7 +87,7 @@ def check_shards(model: nn.Module) -> None:
             continue
         shard = param._local_tensor
         settle_shard(shard, infos)
-        layout, tensors = shard.quantizer.layout, shard._shared.tensors
+        layout, tensors = shard.quantizer.layout, shard.inner
         scales = [
             getattr(tensors, name).float()
             for name, rows in layout.rows_per_entry.items()
@@ -98,7 +98,7 @@ def check_shards(model: nn.Module) -> None:
             amax = torch.zeros_like(amax)  # nothing reads the one of a rank without rows
         own = scales if amax is None else [amax, *scales]
         largest = [each.clone() for each in own]
-        spec, n = shard._shared.global_spec, len(own) - len(scales)
+        spec, n = shard.global_spec, len(own) - len(scales)
         exchanged = Exchanged(spec, largest[0] if n else None, largest[n:], shard)
         for exchange in exchanges([(infos, exchanged)]):
             exchange()

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
-from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
+from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
@@ -130,7 +130,7 @@ def _plan_for(
     values, starts = [value for value, _ in parts], [start for _, start in parts]
     sizes = [0 if value is None else value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
-    storages = [(tensor._shared.tensors, tensor.quantizer) for tensor in tensors]
+    storages = [(tensor.inner, tensor.quantizer) for tensor in tensors]
     known = [borrowed, storages, starts, sizes, dtypes]
     plan = _plans.get(model_weights[0]) if tensors else None
     if plan is None or plan.known != known:
@@ -148,7 +148,7 @@ def _check_weight(i: int, weight: Tensor, first: Tensor) -> None:
             f"model_weights[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a "
             f"{kind}; quantize_model makes such parameters"
         )
-    if not weight.quantizer.layout.casts_in_parts:
+    if not weight.quantizer.layout.rows_per_entry:
         raise ValueError(
             f"model_weights[{i}] must have square blocks and rowwise data to be cast in shards, "
             f"got a {kind} with {weight.quantizer}: its columnwise codes need whole columns; make "
@@ -238,8 +238,7 @@ def _has_derived(borrowed: BorrowedTensor) -> bool:
 
 
 def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
-    known = type(borrowed.adapter).drop_columnwise is not TensorAdapter.drop_columnwise
-    if _has_derived(borrowed) and not known:
+    if _has_derived(borrowed) and borrowed.adapter.drop_columnwise is None:
         raise NotImplementedError(
             f"drop_columnwise must be defined by {type(borrowed.adapter).__name__} to drop "
             "columnwise codes, got none; or pass manual_post_all_gather_processing=True"

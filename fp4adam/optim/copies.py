@@ -101,7 +101,7 @@ def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
                 f"copy, got a {kind} of {part.dtype}; FP4Adam steps quantized weights themselves"
             )
     is_sharded = is_dtensor(copy) or (
-        isinstance(copy, QuantizedTensor) and copy._shared.global_spec is not None
+        isinstance(copy, QuantizedTensor) and copy.global_spec is not None
     )
     if is_sharded or not (isinstance(copy, QuantizedTensor) or is_foreign(copy)):
         raise ValueError(

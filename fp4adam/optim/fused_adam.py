@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fp4adam.formats.scale_groups import ScaleGroups, lists_of_members
 from fp4adam.optim import capturable as capturing
-from fp4adam.optim import checks, te_layout, te_states
+from fp4adam.optim import checks, grouping, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options, storage
-from fp4adam.optim.parameter import Parameters, State
+from fp4adam.optim.target import State, Targets
 from fp4adam.tensors import backend
 
 
@@ -28,11 +29,11 @@ class Option:
         self._name = name
 
     def __get__(self, optimizer: "FusedAdam", owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer._parameters.options, self._name)
+        return self if optimizer is None else getattr(optimizer._targets.options, self._name)
 
     def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
-        parameters = optimizer._parameters
-        parameters.options = dataclasses.replace(parameters.options, **{self._name: value})
+        targets = optimizer._targets
+        targets.options = dataclasses.replace(targets.options, **{self._name: value})
 
 
 class FusedAdam(Optimizer):
@@ -81,7 +82,9 @@ class FusedAdam(Optimizer):
         weight_decay: Weight decay coefficient, >= 0.
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
-        adam_w_mode: Decoupled decay (AdamW); False adds ``weight_decay * param`` to the gradient.
+        adam_w_mode: Decoupled decay (AdamW), the default; False adds ``weight_decay * param`` to
+            the gradient. This is Transformer Engine's keyword: an :class:`FP4Adam` that is given it
+            has the layout of :class:`FusedAdam`, as Megatron-LM expects.
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
@@ -98,6 +101,12 @@ class FusedAdam(Optimizer):
         maximize: Ascend instead of descend.
         offload_states: Keep masters and moments in pinned host memory. They stream through the GPU
             during the step, which gives the same bits. Parameters must be on a GPU.
+        quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
+            parameter's nominal dtype first, as Megatron's distributed optimizer does.
+        scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
+            of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
+            rules need ``params=model.named_parameters()``. None keeps the groups made by
+            ``quantize_model(..., scale_groups=...)``; () means no groups.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, and compute the scalars of a
@@ -124,6 +133,7 @@ class FusedAdam(Optimizer):
     store_param_remainders, use_decoupled_grad, offload_states, set_grad_none = (
         Option() for _ in range(4)
     )
+    quantize_from = Option()
 
     def __init__(
         self,
@@ -135,7 +145,7 @@ class FusedAdam(Optimizer):
         amsgrad: bool = False,
         *,
         bias_correction: bool = True,
-        adam_w_mode: bool = True,
+        adam_w_mode: bool | None = None,
         master_weights: bool = True,
         states: Literal["8bit", "16bit", "32bit"] = "32bit",
         exp_avg_dtype: torch.dtype | None = None,
@@ -144,6 +154,8 @@ class FusedAdam(Optimizer):
         store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
         offload_states: bool = False,
+        quantize_from: Literal["master", "param_dtype"] = "master",
+        scale_groups: ScaleGroups | None = None,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -151,6 +163,13 @@ class FusedAdam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        checks.check_quantize_from(quantize_from)
+        if scale_groups is not None and not callable(scale_groups):
+            scale_groups = lists_of_members(scale_groups)
+        # Transformer Engine's keyword, which torch does not have, tells whose code this is.
+        self._has_te_layout = self._has_te_layout or adam_w_mode is not None
+        adam_w_mode = adam_w_mode is None or adam_w_mode
+        self.scale_groups = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -183,27 +202,32 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad,
             offload_states=offload_states,
             set_grad_none=set_grad_none,
+            quantize_from=quantize_from,
         )
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
                 DeprecationWarning,
-                stacklevel=2 if type(self) is FusedAdam else 3,
+                stacklevel=2,
             )
         self._set_up(options)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
+        self.scale_groups = scale_groups
+        self._join_scale_groups()
+        if not self._has_te_layout:
+            grouping.warn_of_plain_matrices(self._engine.params)
 
     def __repr__(self) -> str:
         """What ``torch.optim`` says, after how and where states are stored."""
-        head = self._parameters.options.describe()
+        head = self._targets.options.describe()
         head += f"Gradient release: {self._is_releasing}\n"
         return super().__repr__().replace("(\n", f"(\n{head}", 1)
 
     def _set_up(self, options: Options) -> None:
-        self._parameters = Parameters(options)
+        self._targets = Targets(options)
         self._whole = self._new_engine({})
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
@@ -211,7 +235,7 @@ class FusedAdam(Optimizer):
 
     def _new_engine(self, states: dict[Tensor, State]) -> Engine:
         kind = OffloadedEngine if self.offload_states else Engine
-        return kind(self._parameters, [], states)
+        return kind(self._targets, [], states)
 
     @property
     def _engine(self) -> Engine:
@@ -221,7 +245,7 @@ class FusedAdam(Optimizer):
 
     def _forget(self) -> None:
         """Drop the plan, and all that is known of who has written to the parameters."""
-        self._parameters.forget_marks()
+        self._targets.forget_marks()
         self._whole.forget()
         if self._is_releasing:
             self._release.forget(self._engine)
@@ -243,9 +267,9 @@ class FusedAdam(Optimizer):
         if self._has_te_layout:
             self._take_steps(self._engine)
             self._show_steps(self._engine)
-        elif not self._parameters.options.hides_states:
+        elif not self._targets.options.hides_states:
             return engine.states
-        if engine.view is None or engine.view.stored is not engine.states:
+        if engine.view is None or engine.view.data is not engine.states:
             # Megatron asks a state for a master with decoupled gradients, without them for none.
             shows_own_masters = self.master_weights and self.use_decoupled_grad
             engine.view = te_layout.StatesView(
@@ -255,12 +279,12 @@ class FusedAdam(Optimizer):
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        stored = state.stored if isinstance(state, te_layout.StatesView) else state
+        stored = state.data if isinstance(state, te_layout.StatesView) else state
         self.__dict__["state"] = self._whole.states = stored
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyper-parameter is out of range or a flag is not supported."""
-        options = self._parameters.options
+        options = self._targets.options
         capturing.check_option(options, group)
         check_hyper_parameters(options.name, group)
         checks.check_options(options, group["amsgrad"])
@@ -276,20 +300,22 @@ class FusedAdam(Optimizer):
         try:
             super().add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
-                checks.check_param(self._parameters.options, param)
-            self._parameters.meet(self.param_groups[-1]["params"])
-            self._join_groups()
+                checks.check_param(self._targets.options, param)
+            self._targets.meet(self.param_groups[-1]["params"])
+            self._join_scale_groups()
         except BaseException:
             del self.param_groups[count:]
             raise
         if self._is_releasing:
             self._release.attach(self._engine)
 
-    def _join_groups(self) -> None:
-        """What else happens to new parameters."""
+    def _join_scale_groups(self) -> None:
+        if self.scale_groups is not None:
+            grouping.join_scale_groups(self.param_groups, self.scale_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "options": self._parameters.options}
+        own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
+        state = {**super().__getstate__(), **own, "options": self._targets.options}
         # Copies know nothing of who wrote what, so remainders take along which codes they are for.
         engine = self._engine
         state["state"] = saving.with_digests(engine, engine.states)
@@ -303,7 +329,7 @@ class FusedAdam(Optimizer):
         saving.complete_groups(state["param_groups"], state["defaults"], options.capturable)
         super().__setstate__(state)
         self.state = saving.with_counts(states, options.capturable)
-        self._parameters.meet(self._engine.params)
+        self._targets.meet(self._engine.params)
 
     # The step
 
@@ -357,7 +383,7 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.offload_states != isinstance(self._whole, OffloadedEngine):
-            capturing.check_option(self._parameters.options, self.defaults)
+            capturing.check_option(self._targets.options, self.defaults)
             self._whole.settle()
             self._whole = self._new_engine(self._whole.states)
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
@@ -368,7 +394,7 @@ class FusedAdam(Optimizer):
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        engine, options = self._engine, self._parameters.options
+        engine, options = self._engine, self._targets.options
         if self._is_releasing:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
@@ -568,7 +594,7 @@ class FusedAdam(Optimizer):
         """
         hooks = self._optimizer_load_state_dict_pre_hooks
         state_dict = self._passed(hooks, state_dict.copy())
-        engine, capturable = self._engine, self._parameters.options.capturable
+        engine, capturable = self._engine, self._targets.options.capturable
         with torch._C.DisableTorchFunctionSubclass():
             states, groups, given = saving.loaded(engine, state_dict, self.defaults)
             saving.complete_groups(groups, self.defaults, capturable)

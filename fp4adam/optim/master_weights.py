@@ -20,13 +20,13 @@ from fp4adam.distributed.dtensor import is_dtensor, local, sharding_groups
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim.masters import MASTER
-from fp4adam.optim.parameter import Parameter, QuantizedParameter, State
+from fp4adam.optim.target import QuantizedTarget, State, Target
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger("fp4adam")
 
 
-def find_stale(parameters: Sequence[Parameter], states: Mapping[Tensor, State]) -> set[Parameter]:
+def find_stale(parameters: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:
     """The parameters whose masters in ``states`` restart; marks all others.
 
     A step cannot communicate here: FSDP2 may reallocate the shards of some ranks only, so not every
@@ -54,9 +54,7 @@ def say_restarted(n_stale: int) -> None:
         )
 
 
-def adopt(
-    parameters: Sequence[Parameter], master_of: Callable[[Parameter], State]
-) -> set[Parameter]:
+def adopt(parameters: Sequence[Target], master_of: Callable[[Target], State]) -> set[Target]:
     """Decide which loaded masters stand; every rank has to call it with the same parameters.
 
     Weights that were loaded as plain values get the exact bytes of masters that stand.
@@ -83,7 +81,7 @@ def adopt(
     return others
 
 
-def _write_loaded(standing: Sequence[Parameter], master_of: Callable[[Parameter], State]) -> None:
+def _write_loaded(standing: Sequence[Target], master_of: Callable[[Target], State]) -> None:
     """Quantize masters of weights that were loaded as plain values, or out of their reach."""
     groups = _groups(standing)
     members = [p for peers in groups for p in peers]
@@ -92,7 +90,7 @@ def _write_loaded(standing: Sequence[Parameter], master_of: Callable[[Parameter]
     _quantize([p.param for p in written], written, master_of)
 
 
-def _expect(stale: Sequence[Parameter], master_of: Callable[[Parameter], State]) -> None:
+def _expect(stale: Sequence[Target], master_of: Callable[[Target], State]) -> None:
     """Let weights take the bytes of their masters if plain values of these are loaded next."""
     members = [p for peers in _groups(stale) for p in peers]
     twins = [p.param.twin() for p in members]
@@ -101,14 +99,14 @@ def _expect(stale: Sequence[Parameter], master_of: Callable[[Parameter], State])
         p.param._shared.left = twin
 
 
-def _groups(parameters: Sequence[Parameter]) -> list[list[QuantizedParameter]]:
+def _groups(parameters: Sequence[Target]) -> list[list[QuantizedTarget]]:
     """Those whose bytes follow from their masters, with all that share an amax.
 
     With delayed scaling they depend on more. Of a scale group all are there, or none.
     """
-    together: dict[Hashable, list[QuantizedParameter]] = defaultdict(list)
+    together: dict[Hashable, list[QuantizedTarget]] = defaultdict(list)
     for p in parameters:
-        if isinstance(p, QuantizedParameter):
+        if isinstance(p, QuantizedTarget):
             if p.param.quantizer.layout.tensor_scale != "delayed":
                 together[p.scales].append(p)
     return [
@@ -120,8 +118,8 @@ def _groups(parameters: Sequence[Parameter]) -> list[list[QuantizedParameter]]:
 
 def _quantize(
     targets: Sequence[QuantizedTensor],
-    members: Sequence[QuantizedParameter],
-    master_of: Callable[[Parameter], State],
+    members: Sequence[QuantizedTarget],
+    master_of: Callable[[Target], State],
 ) -> None:
     if targets:
         cast(
@@ -149,16 +147,16 @@ def warn_of_loaded(n_other: int, n_lacking: int, n_masters: int) -> None:
         )
 
 
-def batches(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+def batches(parameters: Iterable[Target]) -> list[list[Target]]:
     """Divide parameters so that what is computed of a batch is not larger than that of one weight.
 
     Members of a scale group stay together. All ranks get the same batches of shards.
     """
-    together: dict[Hashable, list[Parameter]] = defaultdict(list)
+    together: dict[Hashable, list[Target]] = defaultdict(list)
     for p in parameters:
         together[p.scales].append(p)
     sizes = [sum(p.owner.numel() for p in members) for members in together.values()]
-    found: list[list[Parameter]] = []
+    found: list[list[Target]] = []
     left = 0
     for members, size in zip(together.values(), sizes, strict=True):
         if not found or size > left:
@@ -171,7 +169,7 @@ def batches(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 def _agreed(answers: dict[Any, bool]) -> dict[Any, bool]:
     """Answers that are true only if they are true on all ranks that have a part; communicates."""
-    shared: dict[Any, list[Parameter]] = defaultdict(list)
+    shared: dict[Any, list[Target]] = defaultdict(list)
     for p in answers:
         if is_dtensor(p.owner):
             for group in sharding_groups(p.owner):

@@ -18,13 +18,13 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.formats.roundings import known_roundings
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
+from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, find_stale, warn_of_loaded
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST, CodeRemainder
-from fp4adam.optim.parameter import Parameter, State, is_own_master
 from fp4adam.optim.remainder import complete, digest
 from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
+from fp4adam.optim.target import State, Target, is_own_master
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
@@ -93,7 +93,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
         groups.append({name: x for name, x in group.items() if name != "params"})
         groups[-1]["params"] = numbers
     members = {
-        param: engine.parameters[param] for param in keys if isinstance(_state(engine, param), dict)
+        param: engine.targets[param] for param in keys if isinstance(_state(engine, param), dict)
     }
     with torch._C.DisableTorchFunctionSubclass():
         stale = find_stale([*members.values()], engine.states)
@@ -106,10 +106,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
     for group, params in engine.groups:
         for owner in params if members else ():
             # Of a run that has begun, also where those start that no step has used yet.
-            if (
-                owner not in members
-                and (member := engine.parameters[owner]).start_value is not None
-            ):
+            if owner not in members and (member := engine.targets[owner]).start_value is not None:
                 state = member.completed({}, group["amsgrad"], restart=False)
                 states[keys[owner]] = saved_state(member, state, True, compact, as_te)
                 members[owner] = member
@@ -119,7 +116,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
             group.pop("step", None)  # every state has its own
     elif as_te:
         te_layout.encode(state_dict, [keys[owner] for owner in members])
-    if engine.parameters.options.capturable:
+    if engine.targets.options.capturable:
         # As a number, which optimizers with and without capturable load.
         for group in groups:
             group["lr"] = float(group["lr"])
@@ -136,7 +133,7 @@ def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
 
     It decodes one at a time: all states in FP32 may be more than there is memory for.
     """
-    members = {param: engine.parameters[param] for param in engine.params if param in engine.states}
+    members = {param: engine.targets[param] for param in engine.params if param in engine.states}
     with torch._C.DisableTorchFunctionSubclass():
         stale = find_stale([*members.values()], engine.states)
 
@@ -152,7 +149,7 @@ def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
 
 
 def saved_state(
-    parameter: Parameter, state: State, is_stale: bool, compact: bool, as_te: bool = False
+    parameter: Target, state: State, is_stale: bool, compact: bool, as_te: bool = False
 ) -> State:
     """The state of a parameter in the form of a checkpoint, in torch's order of names.
 
@@ -182,7 +179,7 @@ def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
     new = defaultdict(dict, states)
     for owner in engine.params:
         if isinstance(states.get(owner), dict):
-            member = engine.parameters[owner]
+            member = engine.targets[owner]
             if isinstance(member.master, CodeRemainder) and member.is_unwritten():
                 new[owner] = {**states[owner], DIGEST: digest(member.param)}
     return new
@@ -212,7 +209,7 @@ def loaded(
         TypeError: If a hyper-parameter is not a number.
     """
     check_is_state_dict(state_dict)
-    groups, options = [group for group, _ in engine.groups], engine.parameters.options
+    groups, options = [group for group, _ in engine.groups], engine.targets.options
     check_groups(groups, state_dict)
     own_masters = set()
     if options.store_param_remainders:
@@ -222,7 +219,7 @@ def loaded(
     check_state_dict(groups, state_dict)
     new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
     for group, new in zip(groups, new_groups, strict=True):
-        check_saved_numbers({**defaults, **new})
+        check_numbers({**defaults, **new})
         checks.check_options(options, new.get("amsgrad", False))
         new["params"] = group["params"]
         if "param_names" in group:
@@ -236,7 +233,7 @@ def loaded(
             states[key if owner is None else owner] = saved
             continue
         given[owner] = saved
-        state = engine.placed(owner, new_state(engine.parameters[owner], saved))
+        state = engine.placed(owner, new_state(engine.targets[owner], saved))
         states[owner] = {**others(saved), **state}
     return states, new_groups, given
 
@@ -278,7 +275,7 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
     Those that do not stay in the states in FP32, as the model may be loaded after the optimizer:
     the next step asks again.
     """
-    members = {owner: engine.parameters[owner] for owner in engine.params if not owner.is_meta}
+    members = {owner: engine.targets[owner] for owner in engine.params if not owner.is_meta}
     masters = {}
     for owner, member in members.items():
         saved = given.get(owner, {})
@@ -290,7 +287,7 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
             masters[member] = saved
     kept = [member for member in masters if member.is_kept]
 
-    def master_of(member: Parameter) -> State:
+    def master_of(member: Target) -> State:
         return given_master(member, masters[member])
 
     others = adopt(kept, master_of)
@@ -311,7 +308,7 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
     warn_of_loaded(len(others), len(lacking), len(kept))
 
 
-def _copies(member: Parameter, master: State) -> State:
+def _copies(member: Target, master: State) -> State:
     """The entries of a master in new memory, like the parameter."""
     new: State = {}
     for name, value in master.items():
@@ -323,7 +320,7 @@ def _copies(member: Parameter, master: State) -> State:
     return new
 
 
-def given_master(member: Parameter, saved: State) -> State:
+def given_master(member: Target, saved: State) -> State:
     """The local part of a saved master: an FP32 ``master_param``, or a remainder and its digest."""
     owner, param = member.owner, member.param
     saved = _local_part(owner, {name: saved[name] for name in ENTRIES if name in saved})
@@ -376,7 +373,7 @@ def _numbers(state: State) -> State:
     }
 
 
-def new_state(parameter: Parameter, saved: State) -> State:
+def new_state(parameter: Target, saved: State) -> State:
     """A copy of a saved state in the optimizer's own formats, without its master.
 
     Raises:
@@ -393,7 +390,7 @@ def new_state(parameter: Parameter, saved: State) -> State:
     return state
 
 
-def adopt_master(parameter: Parameter, given: State) -> None:
+def adopt_master(parameter: Target, given: State) -> None:
     """Copy a master into an FP32 parameter, which has none, if it rounds to its value."""
     plain = parameter.param.dtype.itemsize >= 4 and not isinstance(parameter.param, QuantizedTensor)
     if plain and _is_rounding(parameter, local(given[MASTER]).to(parameter.param.device)):
@@ -401,7 +398,7 @@ def adopt_master(parameter: Parameter, given: State) -> None:
             parameter.param.copy_(local(given[MASTER]))
 
 
-def _is_rounding(parameter: Parameter, master: Tensor) -> bool:
+def _is_rounding(parameter: Target, master: Tensor) -> bool:
     """Whether an FP32 parameter equals ``master`` rounded to 16 bits or to a quantized format.
 
     If not, the parameter has been trained since, and the master is out of date.

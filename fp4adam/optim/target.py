@@ -23,7 +23,7 @@ from fp4adam.distributed.dtensor import (
 )
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
 from fp4adam.optim.masters import (
     DIGEST,
@@ -50,7 +50,7 @@ from fp4adam.optim.state_codec import (
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
 from fp4adam.optim.step_kernels import Kind
-from fp4adam.tensors import rows
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
@@ -59,13 +59,13 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
 ALIGNMENT = 16
-# The states that may have scales, in the order of ``Parameter.step_codecs``.
+# The states that may have scales, in the order of ``Target.step_codecs``.
 SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
 ReadGrad = Callable[[Tensor], Tensor | None]
 
 
-class Parameter:
+class Target:
     """A plain parameter, or this rank's part of one.
 
     Args:
@@ -414,6 +414,8 @@ class Parameter:
     def fits_a_launch(self, grad: Tensor | None) -> bool:
         """Whether kernels can step it: not FP64, not empty, dense, aligned, one layout for all."""
         value, param = self.stepped, self.param
+        if self.group["fused"] is False or not backend.uses_kernels(param.device):
+            return False
         tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
         is_quantized = isinstance(param, QuantizedTensor)
@@ -451,7 +453,7 @@ class Parameter:
         return self.param.device, self.kind(grad), self.state_names
 
 
-class QuantizedParameter(Parameter):
+class QuantizedTarget(Target):
     """A :class:`QuantizedTensor`, or a shard of one."""
 
     param: QuantizedTensor
@@ -542,12 +544,12 @@ class QuantizedParameter(Parameter):
             self.param._high_precision_init_val = kept.to("meta")  # that there was one
 
 
-class BorrowedParameter(Parameter):
+class BorrowedTarget(Target):
     """Another package's quantized tensor, which is stepped in its own memory."""
 
     def __init__(self, owner: Tensor, options: Options) -> None:
         chunk = shard_size(owner)
-        whole = None if chunk is None else Whole(tuple(owner.shape), chunk)
+        whole = None if chunk is None else (tuple(owner.shape), chunk)
         self.borrowed = BorrowedTensor(local(owner), whole)
         super().__init__(owner, options)
         self.param = self.borrowed.tensor
@@ -571,7 +573,7 @@ class BorrowedParameter(Parameter):
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         # A shard without a specification has scales of its own.
-        has_peers = self.param._shared.global_spec is not None
+        has_peers = self.param.global_spec is not None
         return ShardInfo.of(self.owner, self.param) if has_peers else ()
 
     def current_mark(self) -> Mark:
@@ -609,15 +611,15 @@ def is_own_master(owner: Tensor) -> bool:
     return is_plain and own.dtype == torch.float32
 
 
-def make_parameter(owner: Tensor, options: Options) -> Parameter:
+def make_target(owner: Tensor, options: Options) -> Target:
     """The parameter of a tensor in the groups."""
     own = local(owner)
     if isinstance(own, QuantizedTensor):
-        return QuantizedParameter(owner, options)
-    return (BorrowedParameter if is_foreign(own) else Parameter)(owner, options)
+        return QuantizedTarget(owner, options)
+    return (BorrowedTarget if is_foreign(own) else Target)(owner, options)
 
 
-class Parameters:
+class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
     Attributes:
@@ -626,12 +628,12 @@ class Parameters:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._known: dict[Tensor, Parameter] = {}
+        self._known: dict[Tensor, Target] = {}
 
-    def __getitem__(self, owner: Tensor) -> Parameter:
+    def __getitem__(self, owner: Tensor) -> Target:
         known = self._known.get(owner)
         if known is None or not known.is_current(self.options):
-            new = make_parameter(owner, self.options)
+            new = make_target(owner, self.options)
             new.mark = None if known is None else known.mark
             known = self._known[owner] = new
         return known
@@ -668,7 +670,7 @@ class Parameters:
 
 
 def scales_of(owner: Tensor, own: Tensor | None = None) -> Hashable:
-    """A key that is equal for tensors that share scales; see ``Parameter.scales``.
+    """A key that is equal for tensors that share scales; see ``Target.scales``.
 
     ``own``: The local tensor, if it is known.
     """
