@@ -21,7 +21,7 @@ is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 import torch
 from torch import Tensor
 
-from fp4adam.optim.state_codec import Int8
+from fp4adam.optim.state_codec import StateCodec
 from fp4adam.tensors import minifloat, rows
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.minifloat import CODE_TYPES
@@ -152,10 +152,11 @@ def digest(param: QuantizedTensor) -> Tensor:
     return total.cpu()
 
 
-class CodeRemainderCodec(Int8):
+class CodeRemainderCodec(StateCodec):
     """The codec of the masters of one weight."""
 
     def __init__(self, param: QuantizedTensor) -> None:
+        super().__init__("int8", torch.int8)
         self.param = param
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:

@@ -46,6 +46,7 @@ from fp4adam.optim.state_codec import (
     STATE_BLOCK,
     StateCodec,
     dither_bits,
+    round_to_codes_,
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
@@ -284,7 +285,7 @@ class Target:
         if self.starts_from_codes:
             self.new_master = master, step
         if self.master.codec is CODES:
-            CODES.round_(master, self._dither_of_master(master, step))
+            round_to_codes_(master, self._dither_of_master(master, step))
 
     def settle_master(self) -> None:
         """Store the remainder of a master that was just quantized."""

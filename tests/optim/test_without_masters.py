@@ -14,7 +14,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim.state_codec import CODES, dither_bits
+from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import random, set_grads
 from te_stand_ins import assert_bytes, te_tensor
 
@@ -39,7 +39,7 @@ def weight(quantizer, seed=0, shape=(64, 96)):
 
 
 def rounded(x, step):
-    return CODES.round_(x.clone(), dither_bits(0, x.numel(), step).master.view(x.shape))
+    return round_to_codes_(x.clone(), dither_bits(0, x.numel(), step).master.view(x.shape))
 
 
 def step(optimizer, seed):
