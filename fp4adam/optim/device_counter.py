@@ -66,7 +66,7 @@ class DeviceCounter:
             values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
             numbers += [0.0 if is_on_device(x) else float(x) for x in values]
             numbers.append(-1.0 if group["maximize"] else 1.0)
-            numbers += float(group["bias_correction"]), float(group["adam_w_mode"])
+            numbers += float(group["bias_correction"]), float(group["decoupled_weight_decay"])
         return numbers
 
     def count(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:

@@ -8,7 +8,7 @@ optimizer of the model.
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -25,9 +25,15 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.master_weights import (
+    adopt,
+    find_stale,
+    together,
+    warn_of_loaded,
+    warn_of_restarts,
+)
 from fp4adam.optim.options import Options
-from fp4adam.optim.target import Target, Targets
+from fp4adam.optim.target import Target, Targets, is_own_master
 from fp4adam.optim.te_layout import stored_state
 
 _OF_GROUP = ("params", "param_names")
@@ -60,8 +66,6 @@ class MasterWeightOptimizer(Optimizer):
             optimizer of parameter groups and options.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        states: "32bit". The inner optimizer steps the masters as its parameters, in FP32, and has
-            options of its own for its states; FP4Adam stores all of them in 8 or 16 bits.
         options: Further arguments of ``optimizer_class``, such as ``lr``.
 
     Attributes:
@@ -70,8 +74,7 @@ class MasterWeightOptimizer(Optimizer):
     Raises:
         TypeError: If ``optimizer_class`` does not make a ``torch.optim.Optimizer``, or a parameter
             is of another package's class without an adapter.
-        ValueError: For an unknown ``quantize_from``, ``states`` other than "32bit", and for
-            parameters that cannot be trained.
+        ValueError: For an unknown ``quantize_from``, and for parameters that cannot be trained.
         RuntimeError: For parameters on the meta device.
     """
 
@@ -83,11 +86,9 @@ class MasterWeightOptimizer(Optimizer):
         optimizer_class: Callable[..., Optimizer],
         *,
         quantize_from: Literal["master", "param_dtype"] = "master",
-        states: Literal["32bit"] = "32bit",
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        checks.check_whole_masters(type(self).__name__, states)
         self.quantize_from = quantize_from
         self._set_up()
         # What the inner optimizer steps for each parameter: its master, or the parameter itself.
@@ -145,7 +146,7 @@ class MasterWeightOptimizer(Optimizer):
             views = [*map(self._targets.__getitem__, params)]
             for view in views:
                 stepped[view.owner] = view.owner
-                if view.has_master:
+                if view.master.name:
                     stepped[view.owner] = Parameter(like(view.owner, view.value()))
                     view.record()
         return stepped
@@ -288,7 +289,7 @@ class MasterWeightOptimizer(Optimizer):
             checks.check_gradient(name, param, local(param.grad))
         kept = local(master)
         is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
-        if view.has_master != (master is not param) or not is_same:
+        if bool(view.master.name) != (master is not param) or not is_same:
             raise RuntimeError(
                 f"parameters must keep shape, device and kind of dtype for {name}, got one of "
                 f"shape {tuple(local(param).shape)} and {param.dtype} on {local(param).device}, "
@@ -302,12 +303,14 @@ class MasterWeightOptimizer(Optimizer):
         """Restart the masters of parameters that other code has written."""
         with torch._C.DisableTorchFunctionSubclass():
             settle_written(sharded_weights(views))
-            for view in self._left(views.values()):
+            left = self._left(views.values())
+            warn_of_restarts(len(left))
+            for view in left:
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.record()
 
-    def _left(self, views: Iterable[Target]) -> Container[Target]:
-        masters = [view for view in views if view.has_master]
+    def _left(self, views: Iterable[Target]) -> set[Target]:
+        masters = [view for view in views if view.master.name]
         return find_stale(masters, self._master_states())
 
     @torch.no_grad()
@@ -387,7 +390,7 @@ class MasterWeightOptimizer(Optimizer):
         checks.check_known(params, self._stepped)
         with torch._C.DisableTorchFunctionSubclass():
             settle_written(sharded_weights(params))
-            views = [view for view in map(self._targets.__getitem__, params) if view.has_master]
+            views = [view for view in map(self._targets.__getitem__, params) if view.master.name]
             for view in views:
                 local(self._stepped[view.owner]).copy_(view.value())
                 view.free_initial_value()
@@ -479,17 +482,20 @@ class MasterWeightOptimizer(Optimizer):
                 for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True)
             ]
             self.inner.load_state_dict({"state": {**others, **states}, "param_groups": groups})
+            n_other = 0
             for param, saved in masters.items():
                 view = views[param]
-                if view.has_master:
+                if view.master.name:
                     value = view.value() if saved is None else local(saved)
                     local(self._stepped[param]).copy_(value)
-                elif saved is not None:
-                    saving.adopt_master(view, {"master_param": saved})
+                elif saved is not None and is_own_master(param):
+                    n_other += not saving.adopt_master(view, local(saved))
             self._in_use = {*keys}
-            with_masters = [views[param] for param in keys if views[param].has_master]
+            with_masters = [views[param] for param in keys if views[param].master.name]
             states = self._master_states()
-            adopt(with_masters, lambda view: states[view.owner])
+            for peers in together(with_masters):
+                n_other += adopt(peers, [states[view.owner] for view in peers]).count(False)
+            warn_of_loaded(n_other, 0)
 
     def _move_masters(self) -> None:
         """Move masters to the devices of their parameters, before states are loaded."""

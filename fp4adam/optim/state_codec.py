@@ -15,6 +15,7 @@ and a decoded value encodes to itself with any dither.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,11 +42,8 @@ _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0x846CA68B, 0x93D765DD
 def dither_origin(first: int, step: int) -> int:
     """The 32-bit hash input for element ``first`` in update number ``step``.
 
-    The inputs for the following elements count up from it. Origins are pseudo-random, and distinct
-    for the first 2**32 steps.
-
-    A resumed run draws the same bits up to step 2**24. From there on the float32 step counter in
-    the state no longer advances, as in ``torch.optim``, so the position is lost on resume.
+    The inputs for the following elements count up from it. Origins are distinct for the first 2**32
+    steps; the float32 step count in the state, from which runs resume, ends at 2**24.
     """
     return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
 
@@ -57,10 +55,7 @@ def _mixed(x: int) -> int:
 
 
 class Dither(NamedTuple):
-    """Dither for each state of some elements, pairwise independent between the states.
-
-    Each is int32 [n]. Its bits, read as an unsigned number and divided by 2**32, are in [0, 1).
-    """
+    """Dither for each state of n elements, int32 [n]: the bits of numbers in [0, 2**32)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -92,14 +87,9 @@ def _upper_bits(dither: Tensor | None, count: int) -> Tensor | int:
 class StateCodec:
     """A storage format for float32 numbers; encodes and decodes flat tensors in memory order.
 
-    This class has those whose codes are the numbers themselves, and those whose codes are numbers
-    only together with a weight, where other code encodes them.
-
-    Attributes:
-        name: The codec's name in the kernels.
-        dtype: Dtype of the codes.
-        exact: True if the codes are the numbers themselves.
-        scaled: True if every 32 codes share a scale.
+    Of this class are those whose codes are the numbers themselves (``exact``), and those that other
+    code decodes with a weight. ``name``: That in the kernels. ``dtype``: That of the codes.
+    ``scaled``: True if every 32 codes share a scale.
     """
 
     scaled = False
@@ -159,21 +149,15 @@ class BlockCodec(StateCodec):
     """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
 
     A block with a NaN or an Inf has scale 255 and decodes to NaN throughout.
-
-    Attributes:
-        top: Exponent of the largest code.
-        carry: Added to the bits of the amax, it carries into the exponent if the mantissa is above
-            that of the largest code. The scale doubles then, so that no dither can round a number
-            out of range.
-        dropped: The number of mantissa bits that codes do not have.
-        nan_code: The value of every code in a block with a NaN or an Inf.
     """
 
     scaled = True
-    top: int
+    top: int  # exponent of the largest code
+    # Added to the bits of the amax, it carries into the exponent if the mantissa is above that of
+    # the largest code. The scale doubles then, so that no dither can round a number out of range.
     carry: int
-    dropped: int
-    nan_code = 0
+    dropped: int  # mantissa bits that codes do not have
+    nan_code = 0  # in blocks with a NaN or an Inf
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if x.numel() % STATE_BLOCK:
@@ -198,23 +182,18 @@ class BlockCodec(StateCodec):
             return self.decode(F.pad(codes, padding), scales)[: codes.numel()]
         return self._decode_blocks(codes.view(-1, STATE_BLOCK), scales.view(-1, 1)).view(-1)
 
-    def _encode_blocks(self, x: Tensor, scales: Tensor, added: Tensor | int) -> Tensor:
-        """Codes of float32 [blocks, 32] with int32 scales [blocks, 1]; arbitrary at 255.
-
-        ``added``: What is added to the bits before the lowest ``dropped`` of them are cut.
-        """
-        raise NotImplementedError
-
-    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Decode codes with uint8 scales [blocks, 1] to float32 [blocks, 32]; scale 255 is NaN."""
-        raise NotImplementedError
+    # Codes of float32 [blocks, 32] with int32 scales [blocks, 1], arbitrary at 255; ``added`` is
+    # what is added to the bits before the lowest ``dropped`` of them are cut. And back, from uint8
+    # scales; 255 is NaN.
+    _encode_blocks: Callable[[Tensor, Tensor, Tensor | int], Tensor]
+    _decode_blocks: Callable[[Tensor, Tensor], Tensor]
 
 
 class SignedFloat(BlockCodec):
     """Numbers of a small float dtype times 2**(scale - 127), as in MXFP8, without subnormals.
 
-    Subnormals all have the same spacing. Rounding a tiny number up by one could make it many times
-    as large, and the update with it if the second moment is just as small. So they are flushed.
+    These have one spacing: rounded up by one, a tiny number could become many times as large, and
+    the update with it if the second moment is just as small.
     """
 
     def __init__(self, name: str, number: torch.dtype, stored: torch.dtype) -> None:
@@ -277,26 +256,14 @@ E4M3 = SignedFloat("e4m3", torch.float8_e4m3fn, torch.uint8)
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 
+_FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_MASTERS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8}
 _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
-    "exp_avg": {
-        torch.float32: FLOAT32,
-        torch.bfloat16: BFLOAT16,
-        torch.float16: FLOAT16,
-        torch.float8_e4m3fn: E4M3,
-        torch.uint8: E4M3,
-    },
-    "exp_avg_sq": {
-        torch.float32: FLOAT32,
-        torch.bfloat16: BFLOAT16,
-        torch.float16: UE5M11,
-        torch.float8_e4m3fn: UE4M4,
-        torch.uint8: UE4M4,
-    },
-    "master_weight": {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8},
+    "exp_avg": _FLOATS | {torch.float16: FLOAT16, torch.float8_e4m3fn: E4M3, torch.uint8: E4M3},
+    "exp_avg_sq": _FLOATS | {torch.float16: UE5M11, torch.float8_e4m3fn: UE4M4, torch.uint8: UE4M4},
+    "master_weight": _MASTERS,  # the option's name
+    "master_param": _MASTERS,
 }
-
-# The state's own name; its option is called master_weight_dtype.
-_CODECS["master_param"] = _CODECS["master_weight"]
 
 
 @functools.cache
@@ -322,11 +289,9 @@ def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into BF16 and an INT16 remainder that is added to their bits.
+    """Split float32 numbers into BF16 and an int16 remainder that is added to their bits.
 
-    Returns:
-        BF16, rounded to nearest with ties away from zero, and the int16 remainders; NaN gives
-        (0x7FC0, 0).
+    BF16 is rounded to nearest, with ties away from zero. NaN gives (0x7FC0, 0).
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     upper = (bits + 0x8000) >> 16

@@ -144,7 +144,7 @@ class StepCounter:
         rows: list[float] = []
         for group in self.groups:
             scalars = group.scalars
-            decay = abs(scalars.decay) if group.group["adam_w_mode"] else 1.0
+            decay = abs(scalars.decay) if group.group["decoupled_weight_decay"] else 1.0
             dither = dither_origin(group.first_element, int(scalars.dither_step))
             # Two 16-bit halves, which float32 represents exactly.
             rows += *scalars[:8], dither >> 16

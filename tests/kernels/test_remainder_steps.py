@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 FP8 = torch.float8_e4m3fn
 GROUP = dict(
     lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
-    adam_w_mode=True, bias_correction=True, maximize=False,
+    decoupled_weight_decay=True, bias_correction=True, maximize=False,
 )  # fmt: skip
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),

@@ -13,7 +13,7 @@ from fp4adam.tensors import backend
 
 OPTIONS = dict(
     lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, maximize=False,
-    bias_correction=True, adam_w_mode=True,
+    bias_correction=True, decoupled_weight_decay=True,
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def train(optimizer_class, lr, device, quantizer=None, **options):
 def test_any_learning_rate_does_what_it_does_in_adamw(lr, weight_decay, decoupled, where):
     """One below zero ascends, one that is infinite leaves infinite values."""
     torchs = train(AdamW if decoupled else Adam, lr, "cpu", weight_decay=weight_decay)
-    ours = train(FusedAdam, lr, where, weight_decay=weight_decay, adam_w_mode=decoupled)
+    ours = train(FusedAdam, lr, where, weight_decay=weight_decay, decoupled_weight_decay=decoupled)
     torch.testing.assert_close(ours, torchs, rtol=2e-6, atol=1e-7, equal_nan=True)
     if lr == -0.1:
         assert not torch.allclose(ours, train(FusedAdam, 0.0, where, weight_decay=weight_decay))

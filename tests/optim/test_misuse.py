@@ -315,7 +315,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # The constructor
     "lr: NaN": (new(lr=NAN), V, ("Invalid learning rate: nan", AT_LEAST_0)),
     "lr: text": (new(lr="1e-3"), T, ("Invalid learning rate: '1e-3'", NUMBER)),
-    "lr: None": (new(lr=None), T, ("Invalid learning rate: None", NUMBER)),
+    "lr: None": (
+        call(lambda s: new(lr=None)(s)().step()), T, ("Invalid learning rate: None", NUMBER)),
     "lr: a tensor, with foreach": (new(lr=torch.tensor(0.1), foreach=True), V, ("lr as a Tensor is",
         "capturable=False and foreach=True")),
     "lr: complex": (new(lr=1j), T, ("Invalid learning rate: 1j", NUMBER)),

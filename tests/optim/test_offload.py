@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from fp4adam import FP4Adam, FusedAdam, hf_scale_groups, quantize_model
 from fp4adam.optim import offload
 from fp4adam.optim.engine import Engine
+from fp4adam.optim.state_dict import current_masters
 from fp4adam.tensors import backend
 from helpers import (
     QUANTIZERS,
@@ -393,7 +394,9 @@ def test_states_on_their_way_are_waited_for(device: str, link: LateLink) -> None
     for one in (optimizer, resident):
         take_steps(one, range(2))
     for ours, theirs in zip(all_params(optimizer), all_params(resident), strict=True):
-        masters = [one._current_masters()(p) for one, p in ((optimizer, ours), (resident, theirs))]
+        masters = [
+            current_masters(one._engine)(p) for one, p in ((optimizer, ours), (resident, theirs))
+        ]
         assert_identical(*masters)
     for one in (optimizer, resident):
         take_steps(one, range(2, 3))

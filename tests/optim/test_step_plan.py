@@ -160,7 +160,7 @@ def turn_on_amsgrad(optimizer):
 
 
 def turn_off_decoupling(optimizer):
-    optimizer.param_groups[0]["adam_w_mode"] = False
+    optimizer.param_groups[0]["decoupled_weight_decay"] = False
 
 
 def change_betas(optimizer):

@@ -72,7 +72,7 @@ DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8} | {
 }
 # What the table of options varies; learning rates are large, so that codes change.
 ADAMW = dict(lr=1e-2, weight_decay=0.1)
-L2 = dict(lr=3e-3, adam_w_mode=False, betas=(0.0, 0.4))
+L2 = dict(lr=3e-3, decoupled_weight_decay=False, betas=(0.0, 0.4))
 AMSGRAD = dict(lr=1e-2, amsgrad=True)
 ASCENDING = dict(lr=1e-2, maximize=True)
 UNCORRECTED = dict(lr=1e-2, bias_correction=False, eps=1e-3, betas=(0.5, 0.9))
@@ -624,7 +624,7 @@ def older_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
         each.overwrite(values)
     for cell in oracle.cells:
         # Transformer Engine's layout has remainders alone, which complete any parameter.
-        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
+        if cell.master == "remainder" and "decoupled_weight_decay" not in run.case.options:
             cell.restart()
     run.optimizer.load_state_dict(saved)
 

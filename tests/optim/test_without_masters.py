@@ -121,7 +121,7 @@ def test_tensors_of_transformer_engine_have_the_same_bits(quantizer, path_device
 
 
 @pytest.mark.parametrize("states", ["32bit", "16bit", "8bit"])
-def test_masters_come_and_go_with_a_checkpoint(states, caplog):
+def test_masters_come_and_go_with_a_checkpoint(states):
     """A loaded master is dropped, or starts from the weight; moments stay."""
     param = weight(MXFP8Quantizer())
     with_masters = FP4Adam([param], lr=1e-3, states=states)

@@ -19,7 +19,7 @@ import format_reference as formats
 
 GROUP: dict[str, Any] = dict(
     lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False,
-    bias_correction=True, adam_w_mode=True,
+    bias_correction=True, decoupled_weight_decay=True,
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def adamw_(
     if clip is not None:
         factor = clip.reshape(()) * factor
     g = grad.to(torch.float32) * factor.to(grad.device)
-    if not group["adam_w_mode"] and decay:
+    if not group["decoupled_weight_decay"] and decay:
         g = value * decay + g
     # The scalars are float64, each product and sum is rounded to float32. The first moment is
     # interpolated from the nearer end.
@@ -59,7 +59,7 @@ def adamw_(
         correction1, correction2 = (1 - beta ** int(step) for beta in (beta1, beta2))
     if not lr:
         return
-    if group["adam_w_mode"] and decay:
+    if group["decoupled_weight_decay"] and decay:
         value.mul_(1 - lr * decay)
     root = exp_avg_sq.double().sqrt().float()
     value.sub_(exp_avg * (lr / correction1) / (root * (1 / math.sqrt(correction2)) + group["eps"]))
