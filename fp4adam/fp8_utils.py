@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.zero import (
-    post_all_gather_processing as post_all_gather_processing,
-)
-from fp4adam.distributed.zero import quantize_master_weights, replace_raw_data
+from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
+from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
+from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.distributed.zero import replace_raw_data as replace_raw_data
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor
-from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.interop.transformer_engine import is_te_tensor
 from fp4adam.nn.quantize_model import quantized_init
@@ -34,10 +33,7 @@ FP8_TENSOR_CLASS = QuantizedTensor
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is quantized, in any format, by this package or Transformer Engine.
-
-    As in Megatron, where the class behind it is the base of all quantized tensors.
-    """
+    """Whether ``tensor`` is quantized, in any format, by this package or Transformer Engine."""
     return isinstance(tensor, QuantizedTensor) or is_te_tensor(tensor)
 
 
@@ -47,10 +43,7 @@ def is_mxfp8tensor(tensor: Any) -> bool:
 
 
 def is_grouped_tensor(tensor: Any) -> bool:
-    """False: a stack of weights, [weights, rows, cols], is one tensor here like any other.
-
-    A ``GroupedTensor`` of Transformer Engine is refused by name where it is used.
-    """
+    """False: a stack of weights, [weights, rows, cols], is one tensor here like any other."""
     return False
 
 
@@ -75,13 +68,14 @@ def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Te
 
 def dequantize_fp8_tensor(fp8_tensor: Tensor) -> Tensor:
     """The values in the tensor's nominal dtype; ValueError if it is not a quantized tensor."""
-    if not is_float8tensor(fp8_tensor):
-        raise ValueError(
-            f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other "
-            "tensors have their values already"
-        )
-    own = BorrowedTensor(fp8_tensor).tensor if is_foreign(fp8_tensor) else fp8_tensor
-    return own.dequantize()
+    if is_te_tensor(fp8_tensor):
+        return BorrowedTensor(fp8_tensor).tensor.dequantize()
+    if isinstance(fp8_tensor, QuantizedTensor):
+        return fp8_tensor.dequantize()
+    raise ValueError(
+        f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other tensors "
+        "have their values already"
+    )
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:
@@ -89,30 +83,29 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
     return 32 if getattr(fp8_recipe, "value", fp8_recipe) == "mxfp8" else 16
 
 
-def modify_underlying_storage(tensor: Tensor, new_raw_data: Tensor) -> None:
-    """:func:`fp4adam.replace_raw_data`."""
-    replace_raw_data(tensor, new_raw_data)
+modify_underlying_storage = replace_raw_data
 
 
-def quantize_param_shard(
-    model_params: Sequence[Tensor],
-    main_params: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    data_parallel_group: dist.ProcessGroup | None,
-    fsdp_shard_model_params: Sequence[Out] | None = None,
-) -> None:
-    """:func:`fp4adam.quantize_master_weights` before a caller's own all-gather.
+def before_all_gather(quantize: Callable[..., None]) -> Callable[..., None]:
+    """``quantize`` with Megatron's arguments, before a caller's own all-gather.
 
-    :func:`fp4adam.post_all_gather_processing` comes after it.
+    :func:`post_all_gather_processing` comes after it.
     """
-    quantize_master_weights(
-        model_params,
-        main_params,
-        start_offsets,
-        data_parallel_group,
-        fsdp_shard_model_params,
-        manual_post_all_gather_processing=True,
-    )
+
+    def quantize_shard(
+        model_params: Sequence[Tensor],
+        main_params: Sequence[Tensor | None],
+        start_offsets: Sequence[int | None],
+        data_parallel_group: dist.ProcessGroup | None,
+        fsdp_shard_model_params: Sequence[Out] | None = None,
+    ) -> None:
+        arguments = model_params, main_params, start_offsets, data_parallel_group
+        quantize(*arguments, fsdp_shard_model_params, manual_post_all_gather_processing=True)
+
+    return quantize_shard
+
+
+quantize_param_shard = before_all_gather(quantize_master_weights)
 
 
 def correct_amax_history_if_needed(model: Iterable[nn.Module]) -> None:
@@ -120,12 +113,10 @@ def correct_amax_history_if_needed(model: Iterable[nn.Module]) -> None:
 
 
 def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
-    """Whether a layer is among the first and last that stay in BF16.
+    """Whether a layer, counted from 0, is among the first and last that stay in BF16.
 
-    Args:
-        config: Any object with ``first_last_layers_bf16``, ``num_layers``,
-            ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.
-        layer_no: Index of the layer, from 0; -1 is none in particular.
+    ``config`` has ``first_last_layers_bf16``, ``num_layers``, ``num_layers_at_start_in_bf16`` and
+    ``num_layers_at_end_in_bf16``; -1 is no layer in particular.
     """
     if layer_no < 0 or not config.first_last_layers_bf16:
         return False
@@ -136,14 +127,9 @@ def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
 def get_fp8_recipe(config: Any) -> Quantizer:
     """The quantizer of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
 
-    Args:
-        config: Any object with ``fp8_recipe``: "tensorwise", "blockwise", "mxfp8", or "delayed",
-            which also takes ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and
-            ``fp8_margin``; or an enum of such a value.
-
-    Raises:
-        ValueError: For another recipe, such as "custom", whose factory makes quantizers of
-            Transformer Engine.
+    ``config.fp8_recipe`` is "tensorwise", "blockwise", "mxfp8" or "delayed", which also takes
+    ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and ``fp8_margin``; or an enum of such a
+    value. ValueError for another one, such as "custom", which makes Transformer Engine's.
     """
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
     if recipe == "delayed":
@@ -185,22 +171,18 @@ def get_fp8_context(
     return layer_context(is_wanted, config, layer_no, is_init, get_fp8_recipe)
 
 
-def get_fp8_disabled_context(
-    config: Any, is_init: bool = False
-) -> contextlib.AbstractContextManager:
-    """The context for a part of a layer that stays in high precision; ``config`` is ignored."""
-    return quantized_init(enabled=False) if is_init else contextlib.nullcontext()
-
-
 def layer_context(
-    is_wanted: Any,
-    config: Any,
-    layer_no: int,
-    is_init: bool,
-    recipe: Callable[[Any], Quantizer],
+    is_wanted: Any, config: Any, layer_no: int, is_init: bool, recipe: Callable[[Any], Quantizer]
 ) -> contextlib.AbstractContextManager:
     """The context of a layer: that of ``recipe(config)`` if it is built with quantized weights."""
     if not is_wanted or is_first_last_bf16_layer(config, layer_no):
         return contextlib.nullcontext()
     quantizer = recipe(config)
     return quantized_init(quantizer) if is_init else contextlib.nullcontext()
+
+
+def get_fp8_disabled_context(
+    config: Any, is_init: bool = False
+) -> contextlib.AbstractContextManager:
+    """The context for a part of a layer that stays in high precision; ``config`` is ignored."""
+    return quantized_init(enabled=False) if is_init else contextlib.nullcontext()

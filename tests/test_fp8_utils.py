@@ -13,8 +13,8 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     quantized_init,
-    replace_raw_data,
 )
+from fp4adam.fp8_utils import replace_raw_data
 from te_stand_ins import te_tensor
 
 QUANTIZERS = {

@@ -98,14 +98,6 @@ class TensorAdapter:
         """
         raise NotImplementedError
 
-    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The fields ``scale`` and ``amax``, each None if there is none.
-
-        Read at every step of tensors with delayed scaling; define it where that is faster.
-        """
-        fields = self.fields(tensor)
-        return fields.get("scale"), fields.get("amax")
-
     def dequantize(self, tensor: Tensor) -> Tensor | None:
         """The float32 values that the master weight starts from; None to decode the fields."""
         return None

@@ -25,22 +25,24 @@ class StridedCopies:
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        pairs = [(target, source.expand_as(target)) for target, source in pairs]
-        self._eager = [pair for pair in pairs if not backend.uses_kernels(pair[0].device)]
         alike: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
-        for pair in pairs:
-            if backend.uses_kernels(pair[0].device):
-                alike[pair[0].device, pair[0].dtype].append(pair)
+        for target, source in pairs:
+            alike[target.device, target.dtype].append((target, source.expand_as(target)))
         # Holding the views keeps their memory alive.
-        self._launches = [(views, _launch(*kind, views)) for kind, views in alike.items()]
+        self._copies = [
+            (views, _launch(*kind, views) if backend.uses_kernels(kind[0]) else None)
+            for kind, views in alike.items()
+        ]
 
     def __call__(self) -> None:
         """Make all copies."""
-        for target, source in self._eager:
-            target.copy_(source)
-        for views, launch in self._launches:
-            with torch.cuda.device_of(views[0][0]):
-                launch()
+        for views, launch in self._copies:
+            if launch is not None:
+                with torch.cuda.device_of(views[0][0]):
+                    launch()
+                continue
+            for target, source in views:
+                target.copy_(source)
 
 
 def _launch(device: torch.device, dtype: torch.dtype, pairs: list[Pair]) -> "Launch":

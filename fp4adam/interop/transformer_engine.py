@@ -13,7 +13,7 @@ from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.interop.adapter import TensorAdapter, class_name, is_foreign, register_adapter
+from fp4adam.interop.adapter import TensorAdapter, class_name, register_adapter
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
@@ -36,16 +36,12 @@ class TransformerEngineAdapter(TensorAdapter):
     # By attribute, the name of the only dtype of codes or scales that is known.
     dtypes: ClassVar[dict[str, str]] = {"_fp8_dtype": "kFloat8E4M3"}
 
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        self._check_known(tensor)
-        return self._quantizer_of(tensor)
+    def check(self, tensor: Tensor) -> dict[str, bool]:
+        """The directions that a tensor stores, as arguments of a quantizer.
 
-    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        """:meth:`quantizer` for a tensor that is known."""
-        raise NotImplementedError
-
-    def _check_known(self, tensor: Tensor) -> None:
-        """Raise ValueError if a tensor has a version, dtypes or memory that are not known."""
+        Raises:
+            ValueError: If it has a version, dtypes or memory that are not known.
+        """
         kind = type(tensor).__name__
         version = getattr(sys.modules.get("transformer_engine"), "__version__", None)
         if version is not None and int(version.split(".")[0]) != MAJOR_VERSION:
@@ -69,6 +65,10 @@ class TransformerEngineAdapter(TensorAdapter):
                 f"{', '.join(sorted(unknown))} as well, which this version does not know; upgrade "
                 "fp4adam, or quantize weights with another recipe"
             )
+        return {
+            usage: getattr(tensor, f"_{usage}_data", None) is not None
+            for usage in ("rowwise", "columnwise")
+        }
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         named = {name[1:]: getattr(tensor, name) for name in self.attributes}
@@ -85,13 +85,6 @@ class TransformerEngineAdapter(TensorAdapter):
         if hasattr(tensor, "clear_high_precision_init_val"):
             tensor.clear_high_precision_init_val()
 
-    def _usages(self, tensor: Tensor) -> dict[str, bool]:
-        """The directions that the tensor stores, as arguments of a quantizer."""
-        return {
-            usage: getattr(tensor, f"_{usage}_data") is not None
-            for usage in ("rowwise", "columnwise")
-        }
-
 
 class NVFP4Adapter(TransformerEngineAdapter):
     """Adapter of NVFP4Tensor: 16x16 or 1x16 blocks, and two equal amaxes."""
@@ -102,27 +95,37 @@ class NVFP4Adapter(TransformerEngineAdapter):
         "_scale_dtype": "kFloat8E4M3",
     }
 
-    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        quantizer = _quantizer_of(tensor)
-        _require(tensor, "_row_scaled_nvfp4", False, "leave it False for weights")
-        _require(quantizer, "with_rht", False, "leave it False for weights", tensor)
-        _require(quantizer, "disable_second_level_scale", False, "leave it False", tensor)
-        _require(quantizer, "stochastic_rounding", False, "leave it False for weights", tensor)
-        _require(tensor, "_nvfp4_use_4over6", False, "leave it out of the recipe")
-        _require(tensor, "_nvfp4_e4m3_max", 448, "leave it at 448")
+    # Of tensors and of their quantizers; both leave out what their version does not know.
+    required: ClassVar[dict[str, Any]] = {
+        "_row_scaled_nvfp4": False,
+        "_nvfp4_use_4over6": False,
+        "_nvfp4_e4m3_max": 448,
+        "with_rht": False,
+        "disable_second_level_scale": False,
+        "stochastic_rounding": False,
+    }
+
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        usages, quantizer = self.check(tensor), _quantizer_of(tensor)
+        for name, value in self.required.items():
+            actual = getattr(tensor if name[0] == "_" else quantizer, name, value)
+            if actual != value:
+                raise ValueError(
+                    f"{name} of a {type(tensor).__name__} must be {value} to be stepped, got "
+                    f"{actual}; leave it out of the recipe for weights"
+                )
         return NVFP4Quantizer(
-            **self._usages(tensor),
+            **usages,
             two_dimensional=getattr(quantizer, "with_2d_quantization", False),
-            optimize_for_gemm=_is_swizzled(tensor),
+            optimize_for_gemm=getattr(tensor, "_with_gemm_swizzled_scales", False),
         )
 
 
 class MXFP8Adapter(TransformerEngineAdapter):
     """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks, or 32x32 blocks with equal codes twice."""
 
-    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        usages = self._usages(tensor)
-        quantizer = getattr(tensor, "_quantizer", None)
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        usages, quantizer = self.check(tensor), getattr(tensor, "_quantizer", None)
         square = getattr(quantizer, "with_2d_quantization", False)
         if square and not usages["rowwise"]:
             raise ValueError(
@@ -130,7 +133,9 @@ class MXFP8Adapter(TransformerEngineAdapter):
                 "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
             )
         return MXFP8Quantizer(
-            **usages, two_dimensional=square, optimize_for_gemm=_is_swizzled(tensor)
+            **usages,
+            two_dimensional=square,
+            optimize_for_gemm=getattr(tensor, "_with_gemm_swizzled_scales", False),
         )
 
     # Transformer Engine would not make them again.
@@ -140,10 +145,10 @@ class MXFP8Adapter(TransformerEngineAdapter):
 class Float8BlockwiseAdapter(TransformerEngineAdapter):
     """Adapter of Float8BlockwiseQTensor: 128x128 or 1x128 blocks."""
 
-    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
-        quantizer = _quantizer_of(tensor)
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        usages, quantizer = self.check(tensor), _quantizer_of(tensor)
         return Float8BlockQuantizer(
-            **self._usages(tensor),
+            **usages,
             two_dimensional=tensor._is_2D_scaled,
             force_pow_2_scales=quantizer.force_pow_2_scales,
             amax_epsilon=quantizer.amax_epsilon,
@@ -162,7 +167,8 @@ class Float8Adapter(TransformerEngineAdapter):
 
     attributes = ("_data", "_transpose", "_transpose_invalid", "_scale_inv")
 
-    def _quantizer_of(self, tensor: Tensor) -> Quantizer:
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        self.check(tensor)
         quantizer = _quantizer_of(tensor)
         usages = dict(rowwise=tensor._data is not None, columnwise=_has_transpose(tensor))
         if _is_delayed(quantizer):
@@ -195,17 +201,8 @@ class Float8Adapter(TransformerEngineAdapter):
             fields |= {"scale": tensor._quantizer.scale, "amax": tensor._quantizer.amax}
         return fields
 
-    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        quantizer = tensor._quantizer
-        return (quantizer.scale, quantizer.amax) if _is_delayed(quantizer) else (None, None)
-
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor._reset_caches()
-
-
-def _is_swizzled(tensor: Tensor) -> bool:
-    """Whether the scales of a tensor are in the order of GEMMs, which its quantizer asked for."""
-    return getattr(tensor, "_with_gemm_swizzled_scales", False)
 
 
 def _is_delayed(quantizer: Any) -> bool:
@@ -222,14 +219,9 @@ def _has_transpose(tensor: Tensor) -> bool:
 
 
 def is_te_tensor(tensor: Any, name: str = "") -> bool:
-    """Whether a tensor is of a class of Transformer Engine that has an adapter.
-
-    ``name``: the name of the class, such as "NVFP4Tensor"; empty for any of them.
-    """
-    if not (isinstance(tensor, Tensor) and is_foreign(tensor)):
-        return False
+    """Whether a tensor is of Transformer Engine's class ``name``, or of any with an adapter."""
     names = {class_name(base) for base in type(tensor).__mro__}
-    return any(path in names and path.endswith(f".{name}" if name else "") for path in ADAPTERS)
+    return any(path in names and path.endswith(name) for path in ADAPTERS)
 
 
 def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
@@ -277,13 +269,6 @@ def _quantizer_of(tensor: Tensor) -> Any:
             "quantized_model_init()"
         )
     return quantizer
-
-
-def _require(owner: Any, name: str, value: Any, cure: str, tensor: Tensor | None = None) -> None:
-    """Raise ValueError if an attribute exists and its value is not the supported one."""
-    if (actual := getattr(owner, name, value)) != value:
-        kind = type(owner if tensor is None else tensor).__name__
-        raise ValueError(f"{name} of a {kind} must be {value} to be stepped, got {actual}; {cure}")
 
 
 _MODULE = "transformer_engine.pytorch.tensor"

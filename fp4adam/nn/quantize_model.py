@@ -5,11 +5,11 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as nn_module
 
 from fp4adam.distributed.cast import cast
@@ -19,7 +19,7 @@ from fp4adam.formats.scale_groups import (
     form_scale_group,
     resolve_scale_groups,
 )
-from fp4adam.nn.candidates import adapters, candidates, check_module
+from fp4adam.nn.candidates import Filter, adapters, candidates, check_filter, check_module
 from fp4adam.nn.operand import check_shape, has_quantized_operands
 from fp4adam.nn.recipe import FormatName, Recipe, describe, format_name, resolve_recipe
 from fp4adam.nn.replacement import (
@@ -35,7 +35,6 @@ from fp4adam.tensors.quantizer import Quantizer, check_dtype
 logger = logging.getLogger("fp4adam")
 
 Model = TypeVar("Model", bound=nn.Module)
-Filter = Callable[[nn.Module, str], bool]
 
 # The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
 OUTPUT_HEADS = frozenset(
@@ -47,14 +46,6 @@ OUTPUT_HEADS = frozenset(
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
-def _check_filter(filter: Filter | None) -> None:
-    if not (filter is None or callable(filter)):
-        raise TypeError(
-            f"filter must be a function of a module and its name, got {filter!r}; pass "
-            "lambda module, name: name != 'head'"
-        )
-
-
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
     """The default filter: every layer but an output head, task heads included.
 
@@ -62,6 +53,10 @@ def is_hidden_linear(module: nn.Module, name: str) -> bool:
     head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
     section 4.1).
     """
+    return _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
     parts = _WRAPPED.sub("", name).split(".")
     return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
 
@@ -127,11 +122,11 @@ def quantize_model(
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
-    _check_filter(filter)
+    check_filter(filter)
     selected = filter or is_hidden_linear
     modules = model.named_modules()
     count, misfits = _quantize_layers(
-        modules, quantizer, selected, scale_groups, keeps_others=False, leaves=filter is None
+        modules, quantizer, selected, scale_groups, leaves=filter is None
     )
     _report([model], quantizer, count, misfits, asked=filter is not None, stacklevel=3)
     return model
@@ -147,14 +142,9 @@ def _report(
 ) -> None:
     """Log what is quantized now and what is not; warn of what may not be meant.
 
-    Args:
-        models: The models.
-        quantizer: The quantizer.
-        count: How many selected weights are quantized now.
-        misfits: The layers that the format cannot hold, and why.
-        asked: Whether a filter says what is to be quantized.
-        stacklevel: That of the warnings.
+    ``count`` weights are quantized; ``misfits``, by layer, cannot be; ``asked``: a filter chose.
     """
+    found = [summary(model) for model in models]
     if misfits:
         warnings.warn(
             f"{len(misfits)} layers stay in high precision, as {describe(quantizer)} cannot hold "
@@ -162,8 +152,16 @@ def _report(
             f"{next(iter(misfits.values()))}",
             stacklevel=stacklevel,
         )
-    share = 1.0 if asked or misfits or not count else _share_of_matrices(models)
-    if share < 0.5:
+    # Embeddings, what is tied to them, and heads are not meant to be quantized.
+    matrices = [
+        p
+        for each in found
+        for p in each.parameters
+        if len(p.shape) > 1 and "Embedding" not in p.layer and _is_hidden(p.name.rpartition(".")[0])
+    ]
+    quantized = sum(p.numel for p in matrices if p.is_quantized)
+    share = quantized / max(sum(p.numel for p in matrices), 1)
+    if share < 0.5 and count and not (asked or misfits):
         warnings.warn(
             f"only {share:.1%} of the elements of matrices are quantized now, embeddings and heads "
             "aside: weights of nn.Linear layers and stacks of experts are, and those of LSTMs, "
@@ -171,25 +169,8 @@ def _report(
             "fp4adam.summary(model) shows all; pass a filter if this is what you want",
             stacklevel=stacklevel,
         )
-    rows = quantizer.layout.block if quantizer.layout.is_square else 1
-    cut = [
-        name
-        for model in models
-        for name, param in model.named_parameters()
-        if isinstance(param, QuantizedTensor) and param.dim() == 3 and param.shape[1] % rows
-    ]
-    if cut:
-        warnings.warn(
-            f"experts should have a multiple of {rows} rows each for {format_name(quantizer)}, got "
-            f"others in {len(cut)} stacks such as {cut[0]!r}: experts share scales, and no "
-            "checkpoint layout holds them; leave them in high precision (filter=...), or take "
-            "another format, if you want to export them",
-            stacklevel=stacklevel,
-        )
-    if count and not logger.isEnabledFor(logging.INFO):
-        return  # the summary reads every parameter
-    for model in models:
-        described = f"{type(model).__name__}, {format_name(quantizer)}: {summary(model).describe()}"
+    for model, each in zip(models, found, strict=True):
+        described = f"{type(model).__name__}, {format_name(quantizer)}: {each.describe()}"
         logger.info("%s", described)
         if not count:
             warnings.warn(
@@ -199,45 +180,19 @@ def _report(
             )
 
 
-def _share_of_matrices(models: Sequence[nn.Module]) -> float:
-    """The share of quantized elements in matrices, without embeddings and what is tied to them."""
-    quantized: dict[Tensor, int] = {}
-    plain: dict[Tensor, int] = {}
-    left_out: set[Tensor] = set()
-    for model in models:
-        for name, module in model.named_modules():
-            for param in module.parameters(recurse=False):
-                if isinstance(module, nn.Embedding) or not is_hidden_linear(module, name):
-                    left_out.add(param)
-                elif isinstance(param, QuantizedTensor):
-                    quantized[param] = param.numel()
-                elif not isinstance(param, nn.UninitializedParameter) and param.dim() > 1:
-                    plain[param] = param.numel()
-    of_quantized = sum(quantized.values())
-    others = sum(numel for param, numel in plain.items() if param not in left_out)
-    return of_quantized / max(of_quantized + others, 1)
-
-
 def _quantize_layers(
     named_modules: Iterable[tuple[str, nn.Module]],
     quantizer: Quantizer,
     selected: Filter,
     scale_groups: ScaleGroups,
-    keeps_others: bool,
     leaves: bool,
+    keeps_others: bool = False,
 ) -> tuple[int, dict[str, str]]:
-    """Quantize the weights of selected layers.
+    """Quantize the weights of selected layers among all modules.
 
-    Args:
-        named_modules: All modules.
-        quantizer: The quantizer.
-        selected: Which of them to quantize.
-        scale_groups: As for :func:`quantize_model`.
-        keeps_others: Leave weights of other recipes as they are, rather than refuse them.
-        leaves: Leave weights of shapes that the format cannot hold, rather than refuse them.
-
-    Returns:
-        How many weights of these layers are quantized now, and why others are left, by layer.
+    Weights of shapes that the format cannot hold are left if ``leaves``, weights of other recipes
+    if ``keeps_others``; else they are refused. Returns how many weights of these layers are
+    quantized now, and why others are left, by layer.
     """
     named_modules = [*named_modules]
     already = set()
@@ -256,22 +211,36 @@ def _quantize_layers(
                 uses.setdefault(weight, []).append((name, module, key))
             else:
                 already.add(weight)
-                if not keeps_others:
-                    _check_same_recipe(name, weight, quantizer)
+                found = weight.quantizer
+                is_same = (found, found.operands) == (quantizer, quantizer.operands)
+                if not (is_same or keeps_others):
+                    raise ValueError(
+                        f"weight of layer {name!r} must not be quantized by another recipe, got "
+                        f"{describe(found)} for {describe(quantizer)}: quantizing twice would add "
+                        "up the errors; call dequantize_model first, or leave this layer as it is "
+                        "(filter=...)"
+                    )
         left_alone.update(params.values())
-    chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
-    misfits = {}
-    for weight, users in chosen:
-        if misfit := _misfit(quantizer, users[0][0], weight):
-            if not leaves:
-                raise ValueError(misfit)
+    chosen, misfits = [], {}
+    for weight, users in uses.items():
+        misfit = None if weight in left_alone else _misfit(quantizer, users[0][0], weight)
+        if misfit and not leaves:
+            raise ValueError(misfit)
+        if misfit:
             misfits[users[0][0]] = misfit
-    chosen = [(weight, users) for weight, users in chosen if users[0][0] not in misfits]
+        elif weight not in left_alone:
+            chosen.append((weight, users))
     weights = [weight for weight, _ in chosen]
     check_no_replica(modules, weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
-    params = [_empty_parameter(quantizer, weight) for weight in weights]
+    params = [
+        nn.Parameter(
+            quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device),
+            weight.requires_grad,
+        )
+        for weight in weights
+    ]
     for (weight, users), param in zip(chosen, params, strict=True):
         check_attributes(users[0][0], weight, param)
     for param, name in zip(params, names, strict=True):
@@ -297,34 +266,26 @@ def _quantize_layers(
     return len(chosen) + len(already), misfits
 
 
-def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
-    """Raise ValueError if a quantized weight is not what ``quantizer`` would make of it."""
-    found = weight.quantizer
-    if (found, found.operands) != (quantizer, quantizer.operands):
-        raise ValueError(
-            f"weight of layer {name!r} must not be quantized by another recipe, got "
-            f"{describe(found)} for {describe(quantizer)}: quantizing twice would add up the "
-            "errors; call dequantize_model first, or leave this layer as it is (filter=...)"
-        )
-
-
 def _misfit(quantizer: Quantizer, name: str, weight: nn.Parameter) -> str | None:
     """Why the format cannot hold a weight of this shape, or None; raises for its dtype."""
+    shape = tuple(weight.shape)
+    rows = quantizer.layout.block if quantizer.layout.is_square else 1
     try:
         check_dtype("weight", weight.dtype)
-        quantizer.check_shape(tuple(weight.shape))
+        quantizer.check_shape(shape)
         if has_quantized_operands(quantizer):
-            check_shape(quantizer, tuple(weight.shape))
+            check_shape(quantizer, shape)
     except TypeError as error:
         raise TypeError(f"layer {name!r}: {error}") from None
     except ValueError as error:
         return f"layer {name!r}: {error}"
+    if len(shape) == 3 and shape[1] % rows:
+        return (
+            f"layer {name!r}: experts must have a multiple of {rows} rows each for "
+            f"{format_name(quantizer)}, got {shape}: they would share scales, and no checkpoint "
+            "layout holds them; take another format"
+        )
     return None
-
-
-def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
-    empty = quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device)
-    return nn.Parameter(empty, weight.requires_grad)
 
 
 def use_plain_state_dict(model: Model) -> Model:
@@ -370,19 +331,13 @@ def _dequantize_values(
 
 
 def _refuse_plain_parameters(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    *args: Any,
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    if not local_metadata.get("assign_to_params_buffers"):
+    if not metadata.get("assign_to_params_buffers"):
         return
     for name, param in module.named_parameters(prefix.removesuffix(".")):
-        value = state_dict.get(name)
-        if isinstance(local(param), QuantizedTensor) and not (
-            value is None or isinstance(local(value), QuantizedTensor)
-        ):
+        loaded = local(state_dict.get(name, param))
+        if isinstance(local(param), QuantizedTensor) and not isinstance(loaded, QuantizedTensor):
             raise ValueError(
                 f"assign must be False to load plain values of the quantized {name!r}, got True: "
                 "they would take its place and be trained in its stead; leave assign out (in "
@@ -423,27 +378,21 @@ def quantized_init(
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
     quantizer = resolve_recipe(recipe) if enabled else None
-    _check_filter(filter)
+    check_filter(filter)
     # Whether each module that still exists is new; the order is that of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
     left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def see(module: nn.Module) -> None:
+    def on_member(module: nn.Module, name: str, member: Any) -> None:
         members = (*module._parameters.values(), *module._modules.values())
-        is_new.setdefault(module, all(member is None for member in members))
-
-    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        see(module)
-
-    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        see(module)
-        if child is not None:
+        is_new.setdefault(module, all(each is None for each in members))
+        if isinstance(member, nn.Module):
             # Copies are built without registering anything, and have their members already.
-            is_new.setdefault(child, True)
+            is_new.setdefault(member, True)
 
     handles = (
-        nn_module.register_module_parameter_registration_hook(on_parameter),
-        nn_module.register_module_module_registration_hook(on_module),
+        nn_module.register_module_parameter_registration_hook(on_member),
+        nn_module.register_module_module_registration_hook(on_member),
     )
     _open_blocks.append(left_alone)
     try:
@@ -468,8 +417,8 @@ def quantized_init(
         quantizer,
         lambda module, name: module in new and selected(module, name),
         scale_groups,
-        keeps_others=True,
         leaves=filter is None,
+        keeps_others=True,
     )
     if not preserve_high_precision_init_val:
         for module in new:

@@ -84,8 +84,8 @@ class Recipe:
                 "it with dataclasses.replace"
             )
         for name in ("activations", "gradients", "emulate", "weight_gradients"):
-            value, is_fake = getattr(self, name), name == "activations" and self.is_fake
-            if not (isinstance(value, bool) or is_fake):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (name, value) == ("activations", "fake")):
                 allowed = 'True, False or "fake"' if name == "activations" else "True or False"
                 raise TypeError(
                     f"{name} must be {allowed}, got {value!r}; operands have the format of the "
@@ -96,8 +96,8 @@ class Recipe:
                 "weight_gradients must be True unless activations and gradients are quantized, got "
                 "False: gradients of weights are in high precision then anyway; leave it out"
             )
-        weights = self._weights()
-        if self.is_fake:
+        weights = resolve_recipe(self.weights, columnwise=self.gradients)
+        if self.activations == "fake":
             for name in ("gradients", "emulate"):
                 if getattr(self, name):
                     raise ValueError(
@@ -120,24 +120,14 @@ class Recipe:
                     f"{weights}; make it with {usage}=True"
                 )
 
-    def _weights(self) -> Quantizer:
-        """The quantizer of the weights, without operands."""
-        if isinstance(self.weights, str) and self.gradients:
-            return _named(self.weights)
-        return resolve_recipe(self.weights)
-
-    @property
-    def is_fake(self) -> bool:
-        """Whether activations are fake-quantized."""
-        return self.activations == "fake"
-
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weights, which also carries the other options of the recipe."""
-        weights = self._weights()
-        activations = self.activations and not self.is_fake
+        weights = resolve_recipe(self.weights, columnwise=self.gradients)
+        is_fake = self.activations == "fake"
+        activations = self.activations is True
         operands = Operands(
-            activations, self.gradients, self.emulate, self.is_fake, self.weight_gradients
+            activations, self.gradients, self.emulate, is_fake, self.weight_gradients
         )
         has_operands = activations or self.gradients
         # The optimizer then writes the scales as the GEMM reads them.
@@ -147,8 +137,14 @@ class Recipe:
         )
 
 
-def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
+def resolve_recipe(
+    recipe: FormatName | Quantizer | Recipe, *, columnwise: bool = False
+) -> Quantizer:
     """The quantizer of weights for a recipe.
+
+    Args:
+        recipe: A name, a quantizer or a recipe.
+        columnwise: Give a format of a name the codes that products of gradients read.
 
     Raises:
         ValueError: If the name is unknown.
@@ -163,8 +159,10 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
             f"recipe must be a format name or a quantizer, got {type(recipe).__name__}; "
             f"pass one of {', '.join(RECIPES)}"
         )
-    # Without quantized gradients no matmul reads columnwise codes.
-    return dataclasses.replace(_named(recipe), columnwise=False)
+    if recipe not in RECIPES:
+        names = ", ".join(RECIPES)
+        raise ValueError(f"recipe must be one of {names} or a quantizer, got {recipe!r}")
+    return dataclasses.replace(RECIPES[recipe], columnwise=columnwise)
 
 
 def format_name(quantizer: Quantizer) -> str:
@@ -183,9 +181,3 @@ def describe(quantizer: Quantizer) -> str:
     words += [f"{key}={value}" for key, value in operands.items() if value != usual[key]]
     name = format_name(quantizer)
     return f"{name} ({', '.join(words)})" if words else name
-
-
-def _named(name: str) -> Quantizer:
-    if name not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {name!r}")
-    return RECIPES[name]

@@ -42,7 +42,7 @@ def check_weight(name: str, weight: nn.Parameter | None) -> None:
 
 def check_attributes(name: str, weight: nn.Parameter, successor: nn.Parameter) -> None:
     """Raise ValueError if an attribute of ``weight`` has a name that ``successor`` uses itself."""
-    for attribute in _attributes(weight, successor):
+    for attribute in _attributes(weight):
         is_plain = hasattr(nn.Parameter, attribute)
         if attribute in vars(successor) or (hasattr(type(successor), attribute) and not is_plain):
             raise ValueError(
@@ -73,12 +73,10 @@ def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Paramete
             )
 
 
-def _attributes(weight: nn.Parameter, successor: nn.Parameter) -> dict[str, Any]:
+def _attributes(weight: nn.Parameter) -> dict[str, Any]:
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
-    own = {"_is_param"}
-    if isinstance(weight, QuantizedTensor):
-        own |= vars(weight.detach()).keys()
-    return {name: value for name, value in vars(weight).items() if name not in own}
+    own = vars(weight.detach()) if isinstance(weight, QuantizedTensor) else ()
+    return {n: value for n, value in vars(weight).items() if n not in (*own, "_is_param")}
 
 
 def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -114,7 +112,7 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 def _hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
-    vars(successor).update(_attributes(weight, successor))
+    vars(successor).update(_attributes(weight))
     # The dictionaries themselves, so that the handles of registered hooks still remove them.
     successor._backward_hooks = weight._backward_hooks
     successor._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks

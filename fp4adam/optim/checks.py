@@ -40,6 +40,15 @@ def check_options(options: Options, amsgrad: bool) -> None:
         )
 
 
+def check_mode() -> None:
+    """Raise RuntimeError in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "step() must not be called in inference mode, got torch.inference_mode(): state "
+            "created there cannot be updated outside; call it outside inference mode"
+        )
+
+
 def check_quantize_from(quantize_from: str) -> None:
     if quantize_from not in QUANTIZE_FROM:
         raise ValueError(

@@ -72,7 +72,7 @@ class Engine:
         self.groups = list(groups)
         self.states = states
         self.plan: StepPlan | None = None
-        # Groups, parameters, states and sharded weights of the plan.
+        # Groups, parameters, states, structure and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
 
     def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
@@ -125,11 +125,7 @@ class Engine:
 
     def check_call(self) -> None:
         """Raise if a step is impossible here and now, whatever the parameters are."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
+        checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
             checks.check_group_names(group)
@@ -198,15 +194,12 @@ class Engine:
         """Whether the plan of the last step is valid for this one; a collective call, as a step."""
         if self.plan is None:
             return False
-        groups, params, states, sharded = self._planned
-        if not (
-            _are_same((group for group, _ in self.groups), groups)
-            and _are_same(self.params, params)
-        ):
+        params, states, structure, sharded = self._planned
+        if structure != self._structure() or not _are_same(self.params, params):
             return False
         if sharded:
             settle_written(sharded)
-        return _are_same(self._own_states(), states) and self.plan.fits(self._structure())
+        return _are_same(self._own_states(), states) and self.plan.fits()
 
     def _own_states(self) -> Iterable:
         # Tensors are hashed in Python, so not one by one unless there are others' states.
@@ -214,11 +207,12 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        structure: list = [self.targets.options]
-        for group, params in self.groups:
-            structure += group["amsgrad"], group["decoupled_weight_decay"], group["fused"]
-            structure += len(params), self.updates(group)
-        return structure
+        names = "amsgrad", "decoupled_weight_decay", "fused"
+        return [
+            self.targets.options,
+            *((id(group), len(params), self.updates(group)) for group, params in self.groups),
+            *(group[name] for group, _ in self.groups for name in names),
+        ]
 
     def updates(self, group: dict[str, Any]) -> bool:
         """Whether steps may change the parameters of a group, and not just the moments."""
@@ -258,19 +252,13 @@ class Engine:
                 old, group["amsgrad"], member in stale, device
             )
             member.free_initial_value(self.updates(group))
+            member.record()  # if no kernel can be compiled, the next step goes on with this master
             member.bind(group, state, param in moving)
-        structure = self._structure()
-        plan = StepPlan(
-            members,
-            [param for param in params if param not in stepped],
-            structure,
-            self.targets.grad_reader(params),
-            options,
-        )
-        groups = [group for group, _ in self.groups]
-        self._planned = groups, params, [*self._own_states()], sharded
+        outsiders = [param for param in params if param not in stepped]
+        plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
+        self._planned = params, [*self._own_states()], self._structure(), sharded
         self.plan = plan  # whole, wherever an interrupt comes
-        if not plan.fits(structure):
+        if not plan.fits():
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fp4adam.formats.scale_groups import ScaleGroups, lists_of_members
 from fp4adam.optim import capturable as capturing
-from fp4adam.optim import checks, te_layout, te_states
+from fp4adam.optim import checks, grouping, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
@@ -58,7 +59,9 @@ class FusedAdam(Optimizer):
         weight_decay: Weight decay coefficient, >= 0.
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
-        adam_w_mode: Decoupled decay (AdamW), the default, or decay added to the gradient (L2).
+        adam_w_mode: Decoupled decay (AdamW), the default, or decay added to the gradient (L2). This
+            is Transformer Engine's keyword: an :class:`FP4Adam` that is given it has the layout of
+            :class:`FusedAdam`, as Megatron-LM expects.
         decoupled_weight_decay: The same under torch's name, which groups have.
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
@@ -73,6 +76,12 @@ class FusedAdam(Optimizer):
         maximize: Ascend instead of descend.
         offload_states: Keep masters and moments in pinned host memory, with the same bits.
             Parameters must be on a GPU.
+        quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
+            parameter's nominal dtype first, as Megatron's distributed optimizer does.
+        scale_groups: The NVFP4 or Float8 weights that share one amax, from the first step on: lists
+            of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
+            rules need ``params=model.named_parameters()``. None keeps the groups made by
+            ``quantize_model(..., scale_groups=...)``; () means no groups.
         set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, so that a CUDA graph can record
@@ -93,7 +102,7 @@ class FusedAdam(Optimizer):
     _has_te_layout = True
     master_weights, master_weight_dtype, store_param_remainders = Option(), Option(), Option()
     exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad = Option(), Option(), Option()
-    offload_states, set_grad_none = Option(), Option()
+    offload_states, quantize_from, set_grad_none = Option(), Option(), Option()
 
     def __init__(
         self,
@@ -115,6 +124,8 @@ class FusedAdam(Optimizer):
         store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
         offload_states: bool = False,
+        quantize_from: Literal["master", "param_dtype"] = "master",
+        scale_groups: ScaleGroups | None = None,
         set_grad_none: bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -122,6 +133,12 @@ class FusedAdam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        checks.check_quantize_from(quantize_from)
+        if scale_groups is not None and not callable(scale_groups):
+            scale_groups = lists_of_members(scale_groups)
+        # Transformer Engine's keyword, which torch does not have, tells whose code this is.
+        self._has_te_layout = self._has_te_layout or adam_w_mode is not None
+        self.scale_groups = None
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
             bias_correction=bias_correction, maximize=maximize, foreach=foreach,
@@ -133,13 +150,13 @@ class FusedAdam(Optimizer):
             exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype,
             master_weight_dtype=master_weight_dtype, store_param_remainders=store_param_remainders,
             use_decoupled_grad=use_decoupled_grad, offload_states=offload_states,
-            set_grad_none=set_grad_none,
+            quantize_from=quantize_from, set_grad_none=set_grad_none,
         )  # fmt: skip
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
                 DeprecationWarning,
-                stacklevel=2 if type(self) is FusedAdam else 3,
+                stacklevel=2,
             )
         _join_flags(defaults)
         defaults.setdefault("decoupled_weight_decay", True)
@@ -148,6 +165,10 @@ class FusedAdam(Optimizer):
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
+        self.scale_groups = scale_groups
+        self._join_scale_groups()
+        if not self._has_te_layout:
+            grouping.warn_of_plain_matrices(self._engine.params)
 
     def _set_up(self, options: Options) -> None:
         self._targets = Targets(options)
@@ -215,18 +236,20 @@ class FusedAdam(Optimizer):
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
             self._targets.meet(self.param_groups[-1]["params"])
-            self._join_groups()
+            self._join_scale_groups()
         except BaseException:
             del self.param_groups[count:]
             raise
         if self._is_releasing:
             self._release.attach(self._engine)
 
-    def _join_groups(self) -> None:
-        """What else happens to new parameters."""
+    def _join_scale_groups(self) -> None:
+        if self.scale_groups is not None:
+            grouping.join_scale_groups(self.param_groups, self.scale_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "options": self._targets.options}
+        own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
+        state = {**super().__getstate__(), **own, "options": self._targets.options}
         # Copies know nothing of who wrote what, so remainders take along which codes they are for.
         engine = self._engine
         state["state"] = saving.with_digests(engine, engine.states)

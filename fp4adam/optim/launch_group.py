@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
 from typing import TYPE_CHECKING
@@ -153,11 +153,11 @@ def make_launches(
         listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars)
         group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
-        from fp4adam.kernels.launch.launch import compiled_together
+        from fp4adam.kernels.launch.launch import compile_together
 
-        with torch.cuda.device(device), compiled_together():
-            for group in groups:
-                group.launch.compile(*tables.signals(None, None, None))
+        signals = tables.signals(None, None, None)
+        with torch.cuda.device(device):
+            compile_together(partial(group.launch.compile, *signals) for group in groups)
     return tables
 
 

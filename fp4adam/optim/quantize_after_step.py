@@ -6,7 +6,7 @@ the codes.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress
 
 import torch
@@ -15,14 +15,10 @@ from torch import Tensor
 from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.target import Target
-
-ReadGrad = Callable[[Tensor], Tensor | None]
+from fp4adam.optim.target import ReadGrad, Target
 
 
-def quantized_after_step(
-    peers: Sequence[Target], read_grad: ReadGrad, takes_kernels: Callable[[Target], bool]
-) -> bool:
+def quantized_after_step(peers: Sequence[Target], read_grad: ReadGrad) -> bool:
     """Whether parameters that share an amax must all be updated before any of them is quantized.
 
     This is so unless a single launch steps all of them and finds the amax on the way.
@@ -31,8 +27,7 @@ def quantized_after_step(
         return False
     grads = [read_grad(member.owner) for member in peers]
     return not (
-        all(map(takes_kernels, peers))
-        and all(map(Target.fits_a_launch, peers, grads))
+        all(map(Target.fits_a_launch, peers, grads))
         and len({*map(Target.launch_key, peers, grads)}) == 1
         and len({grad is None for grad in grads}) == 1
     )

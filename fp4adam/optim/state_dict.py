@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, part_for
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.hyper_parameters import check_saved_numbers, is_on_device
+from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, find_stale, together, warn_of_loaded
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
@@ -190,7 +190,7 @@ def loaded(
         _check_state(i, owner, state_dict["state"][key])
     new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
     for group, new in zip(groups, new_groups, strict=True):
-        check_saved_numbers({**defaults, **new})
+        check_numbers({**defaults, **new})
         checks.check_options(options, new.get("amsgrad", False))
         new["params"] = group["params"]
         if "param_names" in group:

@@ -40,7 +40,7 @@ from fp4adam.optim.state_codec import (
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
 from fp4adam.optim.step_kernels import Kind
-from fp4adam.tensors import rows
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
@@ -326,6 +326,8 @@ class Target:
     def fits_a_launch(self, grad: Tensor | None) -> bool:
         """Whether kernels can step it: not FP64, not empty, dense, aligned, one layout for all."""
         value, param = self.stepped, self.param
+        if self.group["fused"] is False or not backend.uses_kernels(param.device):
+            return False
         tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
         tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
         scales = [t for t in self.state_scales if t is not None]

@@ -611,9 +611,9 @@ class Dequantize(torch.autograd.Function):
 def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
     return NotImplementedError(
         f"{what} must not write into a {type(tensor).__name__}: small changes would be rounded "
-        "away. Train with FP4Adam, initialize inside quantized_init() or before quantize_model(), "
-        "call tensor.quantize_(new_values), or, to merge adapters for example, make the weights "
-        "plain with dequantize_model(model)"
+        "away. Train with FP4Adam, or any optimizer in MasterWeightOptimizer; initialize inside "
+        "quantized_init() or before quantize_model(), call tensor.quantize_(new_values), or, to "
+        "merge adapters for example, make the weights plain with dequantize_model(model)"
     )
 
 

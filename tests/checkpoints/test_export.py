@@ -23,12 +23,12 @@ from fp4adam import (
     export_masters,
     import_checkpoint,
     quantize_model,
-    swizzle_scales,
     use_plain_state_dict,
 )
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.reader import CheckpointReader
 from fp4adam.checkpoints.trained import gathered
+from fp4adam.tensors.swizzle import swizzle_scales
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 from test_fsdp import fixed_grads, set_grads

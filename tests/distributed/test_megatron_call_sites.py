@@ -15,11 +15,10 @@ from fp4adam import (
     FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    NVFP4Tensor,
-    cast_master_weights_to_nvfp4,
-    post_all_gather_processing,
-    quantize_master_weights,
 )
+from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.fp4_utils import cast_master_weights_to_nvfp4
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from ranks import run_ranks
@@ -247,8 +246,6 @@ def test_stacks_are_moved_with_their_slices():
     )
     with pytest.raises(ValueError, match="must be contiguous uint8 of 512 bytes"):
         fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
-    with pytest.raises(ValueError, match=r"three dimensions, got a NVFP4Tensor of shape \(16, 32"):
-        fp4_utils.modify_grouped_nvfp4_rowwise_storage(weight, buffer)
 
 
 def config(**changes):
@@ -304,8 +301,6 @@ def test_transformer_engines_nvfp4_tensors_are_known_by_name():
     fp4_utils.modify_nvfp4_rowwise_storage(weight, buffer)
     assert weight._rowwise_data.data_ptr() == buffer.data_ptr()
     assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
-    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
-        fp4_utils.dequantize_fp4_tensor(others[0])
 
 
 @pytest.fixture

@@ -40,8 +40,7 @@ from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
-from helpers import assert_identical
-from master_reference import value_of
+from helpers import assert_identical, value_of
 from ranks import device_for, home, run_ranks, use_kernels
 from test_fsdp import OPTIONS, fixed_grads
 

@@ -5,22 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    FP4Adam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    PartialCast,
-    build_columnwise,
-    post_all_gather_processing,
-)
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.formats.mx import MXQuantizer, layout
+from fp4adam.fp8_utils import post_all_gather_processing
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.tensors import backend, minifloat
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.transpose import build_columnwise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,15 +32,14 @@ from fp4adam import (
     fp4_utils,
     hf_scale_groups,
     import_checkpoint,
-    quantize_master_weights,
     quantize_model,
     quantized_init,
     register_adapter,
-    swizzle_scales,
-    unswizzle_scales,
     use_plain_state_dict,
 )
+from fp4adam.fp8_utils import quantize_master_weights
 from fp4adam.optim.hyper_parameters import check_numbers
+from fp4adam.tensors.swizzle import swizzle_scales, unswizzle_scales
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAN = math.nan

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn import Parameter
+from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from fp4adam import (
@@ -42,6 +44,7 @@ from fp4adam import (
     QuantizedTensor,
     use_plain_state_dict,
 )
+from fp4adam.optim.te_layout import stored_state
 from fp4adam.tensors import backend
 from helpers import WithGradient, addresses, assert_identical, random, through_a_file
 from step_reference import Cell, Oracle, quantize
@@ -72,7 +75,7 @@ DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8} | {
 }
 # What the table of options varies; learning rates are large, so that codes change.
 ADAMW = dict(lr=1e-2, weight_decay=0.1)
-L2 = dict(lr=3e-3, decoupled_weight_decay=False, betas=(0.0, 0.4))
+L2 = dict(lr=3e-3, adam_w_mode=False, betas=(0.0, 0.4))
 AMSGRAD = dict(lr=1e-2, amsgrad=True)
 ASCENDING = dict(lr=1e-2, maximize=True)
 UNCORRECTED = dict(lr=1e-2, bias_correction=False, eps=1e-3, betas=(0.5, 0.9))
@@ -87,6 +90,7 @@ class Case:
         format: A row of ``QUANTIZERS``.
         states: A row of ``STATES``.
         grad_dtype: That of decoupled gradients; None for plain ones in the parameter's dtype.
+        sharing: How many weights share a scale: both or none.
     """
 
     format: str
@@ -94,6 +98,7 @@ class Case:
     grad_dtype: torch.dtype | None = None
     options: Any = dataclasses.field(default_factory=lambda: ADAMW)
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (64, 32))
+    sharing: int = 0
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -115,14 +120,15 @@ CASES = {
     "nvfp4": Case("nvfp4_2d"),
     "nvfp4 8bit": Case("nvfp4_2d", "8bit", None, THROUGH_DTYPE),
     "nvfp4 16bit": Case("nvfp4_2d", "16bit", FP32, L2, ((16, 80), (48, 16))),
-    "nvfp4 1d": Case("nvfp4_1d", "fp16 moments", FP16, ASCENDING),
+    "nvfp4 1d": Case("nvfp4_1d", "fp16 moments", FP16, ASCENDING, sharing=2),
     "nvfp4 1d 8bit": Case("nvfp4_1d", "8bit", FP32, UNCORRECTED),
     "mxfp8": Case("mxfp8", "fp8, fp32", None, AMSGRAD),
     "mxfp8 none": Case("mxfp8", "fp8 without masters", FP16),
     "mxfp8 2d 8bit": Case("mxfp8_2d", "8bit", FP16, L2),
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
-    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE),
+    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, sharing=2),
+    "nvfp4 shared": Case("nvfp4_2d", "32bit", None, ADAMW, ((32, 64), (16, 64)), 2),
     "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED),
     "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED),
     "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
@@ -146,7 +152,11 @@ class Run:
             self.model.register_parameter(f"weight{i}", weight)
         self.model.narrow = Parameter(random((41,), 7, device).bfloat16())
         self.model.wide = Parameter(random((5, 7), 8, device))
-        self.optimizer = FP4Adam(self.params, **case.arguments)
+        self.optimizer = self.optimizer_of(self.params)
+
+    def optimizer_of(self, params: list[Parameter]) -> FP4Adam:
+        groups = [self.params[:2]] if self.case.sharing else None
+        return FP4Adam(params, scale_groups=groups, **self.case.arguments)
 
     @property
     def params(self) -> list[Parameter]:
@@ -165,11 +175,18 @@ class Run:
     def set_grads(self, grads: list[Tensor | None]) -> None:
         name = "grad" if self.case.grad_dtype is None else "decoupled_grad"
         for param, grad in zip(self.params, grads, strict=True):
-            setattr(param, name, None if grad is None else grad.to(param.device))
+            setattr(param, name, None if grad is None else grad.to(param.device, copy=True))
+
+    def grad(self, i: int) -> Tensor:
+        return getattr(self.params[i], "grad" if self.case.grad_dtype is None else "decoupled_grad")
 
     def step(self, grads: list[Tensor | None]) -> None:
         self.set_grads(grads)
         self.optimizer.step()
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """As they are stored, once there have been steps."""
+        return [stored_state(self.optimizer.state.get(param, {})) for param in self.params]
 
     @torch.no_grad()
     def overwrite(self, values: list[Tensor | None]) -> None:
@@ -215,7 +232,8 @@ def make_oracle(case: Case) -> Oracle:
     narrow, wide = random((41,), 7).bfloat16(), random((5, 7), 8)
     cells.append(Cell(None, narrow.dtype, {"": narrow}, plain))
     cells.append(Cell(None, wide.dtype, {"": wide}, "none"))
-    return Oracle(cells, **case.options, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    stored = dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    return Oracle(cells, case.sharing, **case.options, **stored)
 
 
 def both(run: Run, oracle: Oracle, *seeds: int, absent: tuple[int, ...] = ()) -> None:
@@ -261,8 +279,8 @@ def lr_zero(run: Run, oracle: Oracle, seed: int) -> None:
 
 @move
 def other_hyper_parameters(run: Run, oracle: Oracle, seed: int) -> None:
-    lr = (torch.tensor(1e-2), 0.5, 1e-6)[seed % 3]
-    own = dict(lr=lr, weight_decay=0.1 * seed, betas=(0.8, 0.9), eps=1e-5)
+    lr = (torch.tensor(1e-2), 0.5, np.float32(2**-9), -1e-2, 1e-6)[seed % 5]
+    own = dict(lr=lr, weight_decay=0.1 * seed, betas=(0.8, 0.9), eps=1e-5, maximize=seed % 3 == 1)
     oracle.options |= own
     run.optimizer.param_groups[0].update(own)
     both(run, oracle, seed)
@@ -296,6 +314,11 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     """As by ``torch.nn.utils.clip_grad_norm_``, for one step; the gradients stay as they are."""
     grads = run.grads(seed)
     run.set_grads(grads)
+    run.optimizer.clip_grad_norm_(1e-3)
+    run.grad(1).mul_(2)
+    with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
+        run.optimizer.step()
+    run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).to(norm.dtype))
     run.optimizer.step()
@@ -305,14 +328,14 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def found_inf(run: Run, oracle: Oracle, seed: int) -> None:
     """GradScaler divides gradients by its scale, and skips steps that overflow."""
-    scale = torch.tensor(4.0)
+    scale = torch.full((1,) * (seed % 3), 3.0, dtype=torch.float64 if seed % 2 else torch.float32)
     for overflow in (False, True, False):
         run.optimizer.grad_scale = scale.to(run.device)
         run.optimizer.found_inf = torch.tensor(float(overflow), device=run.device)
         grads = run.grads(seed)
         run.step(grads)
         if not overflow:
-            oracle.step(grads, grad_scale=scale)
+            oracle.step(grads, grad_scale=scale.float())
     del run.optimizer.grad_scale, run.optimizer.found_inf
 
 
@@ -321,9 +344,25 @@ def refused_gradient(run: Run, oracle: Oracle, seed: int) -> None:
     """Nothing has changed, and the next step is as if there had been none."""
     run.set_grads(run.grads(seed))
     name = "grad" if run.case.grad_dtype is None else "decoupled_grad"
-    setattr(run.params[3], name, getattr(run.params[3], name).to_sparse())
+    setattr(run.params[3], name, run.grad(3).to_sparse())
     with pytest.raises(RuntimeError, match="sparse"):
         run.optimizer.step()
+
+
+@move
+def refused_states(run: Run, oracle: Oracle, seed: int) -> None:
+    """Kernels would read and write past their end: nothing is stepped, of no parameter."""
+    run.set_grads(run.grads(seed))
+    state = run.states()[seed % 4]
+    before = run.contents()
+    for name in [name for name in state if name not in ("step", "weight_digest")]:
+        kept = state[name]
+        for wrong in (kept.new_zeros(2, 2), kept.to("meta"), kept.view(-1)[: kept.numel() // 2]):
+            state[name] = wrong
+            with pytest.raises((RuntimeError, ValueError), match="must have the shape|must be"):
+                run.optimizer.step()
+        state[name] = kept
+    assert_identical(run.contents(), before)
 
 
 @move
@@ -336,7 +375,7 @@ def release(run: Run, oracle: Oracle, seed: int) -> None:
     run.optimizer.zero_grad()
     for param, grad in zip(run.params, grads, strict=True):
         WithGradient.apply(param, grad.to(run.device)).backward()
-        assert param.grad is None
+    assert all(param.grad is None for param in run.params)
     run.optimizer.step()
     handle.remove()
     oracle.step(grads)
@@ -357,7 +396,8 @@ def release_that_fails(run: Run, oracle: Oracle, seed: int) -> None:
     run.optimizer.zero_grad()
     run.optimizer.step()
     handle.remove()
-    oracle.step([grad if i < failing else None for i, grad in enumerate(grads)])
+    stepped = 0 if failing < run.case.sharing else failing
+    oracle.step([grad if i < stepped else None for i, grad in enumerate(grads)])
 
 
 @move
@@ -412,15 +452,17 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 def write_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
-    delayed = run.case.format == "float8_delayed"
-    if delayed and how in ("copy_ of the same format", "data =", "swap_tensors"):
+    others = ("data =", "swap_tensors")
+    if run.case.format == "float8_delayed" and how in (*others, "copy_ of the same format"):
         pytest.skip("a tensor that is made anew has another history of scales")
+    if run.case.sharing and how in others:
+        pytest.skip("a tensor that is made anew shares no scale")
     values = [value.bfloat16().float() for value in values_of(run, oracle)]
     with torch.no_grad():
         for param, value in zip(run.params, values, strict=True):
             WRITES[how](param, value)
     # What was quantized elsewhere has no other value.
-    oracle.overwrite(values, how not in ("copy_ of the same format", "data =", "swap_tensors"))
+    oracle.overwrite(values, how not in (*others, "copy_ of the same format"))
 
 
 MOVES |= {how: functools.partial(write_by, how=how) for how in WRITES}
@@ -477,7 +519,13 @@ def averaged(run: Run, oracle: Oracle, seed: int) -> None:
     """An average in high precision leaves the training alone."""
     average = AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.5))
     average.update_parameters(run.model)
+    first = oracle.cells[0].decoded()
+    both(run, oracle, seed)
+    average.update_parameters(run.model)
     assert not any(isinstance(param, QuantizedTensor) for param in average.parameters())
+    expected = (first + oracle.cells[0].decoded()) / 2
+    found = average.module.weight0.detach().float().cpu()  # in BF16
+    torch.testing.assert_close(found, expected, rtol=0, atol=expected.abs().max().item() / 128)
 
 
 @move
@@ -497,6 +545,28 @@ def states_changed_by_hand(run: Run, oracle: Oracle, seed: int) -> None:
             state["master_param"].view(-1)[5] = 40.0
             cell.value.view(-1)[5] = 40.0
     both(run, oracle, seed)
+
+
+@move
+def states_elsewhere(run: Run, oracle: Oracle, seed: int) -> None:
+    """In other memory, in another layout, in other dictionaries: bytes alone count."""
+    for param, state in zip(run.params, run.states(), strict=True):
+        for name, value in state.items():
+            if seed % 2:
+                value.data = value.clone()
+            else:
+                is_plain = value.dim() == 2 and run.case.states == "32bit"
+                state[name] = value.t().contiguous().t() if is_plain else value.clone()
+        if seed % 3:
+            run.optimizer.state[param] = dict(state)
+
+
+@move
+def states_forgotten(run: Run, oracle: Oracle, seed: int) -> None:
+    """Training starts anew, from the weights."""
+    run.optimizer.state.clear()
+    for cell in oracle.cells:
+        cell.forget()
 
 
 @move
@@ -533,10 +603,57 @@ def replaced(run: Run, oracle: Oracle, seed: int) -> None:
     del run.optimizer.state[old]
     gone = weakref.ref(old)
     del old
-    cell.step, cell.moments, cell.stored, cell.value = 0, {}, {}, None
+    cell.forget()
     both(run, oracle, seed)
     gc.collect()
     assert gone() is None
+
+
+@move
+def amsgrad_turned_on(run: Run, oracle: Oracle, seed: int) -> None:
+    if oracle.options["exp_avg_sq_dtype"] != "float32":
+        pytest.skip("its second moments are in float32")
+    oracle.options["amsgrad"] = run.optimizer.param_groups[0]["amsgrad"] = True
+
+
+@move
+def cast_and_back(run: Run, oracle: Oracle, seed: int) -> None:
+    """Weights keep codes and masters; a BF16 parameter is its own master while it is FP32."""
+    if "quantize_from" in run.case.options:
+        pytest.skip("weights are rounded through another dtype")
+    *weights, narrow, wide = oracle.cells
+    kind, narrow.master, narrow.dtype = narrow.master, "none", torch.float32
+    narrow.content, narrow.value = {"": narrow.decoded()}, narrow.decoded()
+    narrow.stored = {n: t for n, t in narrow.stored.items() if n.startswith(("exp", "max"))}
+    for cell in weights:
+        cell.dtype = torch.float32
+    run.model.float()
+    moved(run, oracle)
+    both(run, oracle, seed)
+    for cell in (*weights, narrow):
+        cell.dtype = torch.bfloat16
+    narrow.master, narrow.value = kind, None
+    for cell in (narrow, wide):
+        cell.content = {"": cell.content[""].bfloat16().to(cell.dtype)}
+    wide.value = wide.decoded()
+    run.model.bfloat16()
+    run.model.wide.data = run.model.wide.float()
+    moved(run, oracle)
+
+
+@move
+def under_another_default_device(run: Run, oracle: Oracle, seed: int) -> None:
+    """What helps a step is made where it is needed."""
+    grads = run.grads(seed)
+    run.set_grads(grads)
+    torch.set_default_device("meta")
+    try:
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.optimizer.clip_grad_norm_(1e9)
+        run.optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    oracle.step(grads)
 
 
 @move
@@ -605,6 +722,35 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @move
+def through_adamw(run: Run, oracle: Oracle, seed: int) -> None:
+    """torch's optimizer loads the state, and saves whole masters with it."""
+    if "adam_w_mode" in run.case.options:
+        pytest.skip("counts steps in groups, as Transformer Engine does")
+    adamw = AdamW([Parameter(torch.zeros(param.shape)) for param in run.params])
+    adamw.load_state_dict(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(adamw.state_dict())
+
+
+@move
+def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
+    """As if the numbers had been saved."""
+    others = ("32bit", "16bit", "8bit") if not oracle.options["amsgrad"] else ("fp8, fp32", "32bit")
+    if "adam_w_mode" in run.case.options or run.case.states == "fp8 without masters":
+        pytest.skip("Transformer Engine's layout has remainders alone")
+    others = ("32bit",) if run.case.states == "16bit" else others  # remainders have no ties
+    states = others[seed % len(others)]
+    saved = (run.optimizer.state_dict, run.optimizer.compact_state_dict)[seed % 2]()
+    run.case = dataclasses.replace(run.case, states=states)
+    resumed = run.optimizer_of(run.params)
+    resumed.load_state_dict(copy.deepcopy(saved))
+    run.optimizer = resumed
+    exp_avg, exp_avg_sq, master, plain = STATES[states]
+    oracle.options |= dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    for cell, kind in zip(oracle.cells, (master, master, plain, "none"), strict=True):
+        cell.store_otherwise(kind, oracle.options)
+
+
+@move
 def own_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
     """As trainers do with what they have just saved; nothing is shared with it."""
     saved = run.optimizer.compact_state_dict()
@@ -624,7 +770,7 @@ def older_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
         each.overwrite(values)
     for cell in oracle.cells:
         # Transformer Engine's layout has remainders alone, which complete any parameter.
-        if cell.master == "remainder" and "decoupled_weight_decay" not in run.case.options:
+        if cell.master == "remainder" and "adam_w_mode" not in run.case.options:
             cell.restart()
     run.optimizer.load_state_dict(saved)
 
@@ -640,6 +786,30 @@ def flattened_by_dcp(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 # Scenarios: from the start
+
+
+@scenario
+def overflow_at_the_first_step(run: Run, oracle: Oracle) -> None:
+    """Masters still start from the values before quantization."""
+    run.optimizer.found_inf = torch.ones((), device=run.device)
+    run.step(run.grads(0, scale=torch.inf))
+    del run.optimizer.found_inf
+    both(run, oracle, 1, 2)
+
+
+@scenario
+def parameters_of_other_shapes_join(run: Run, oracle: Oracle) -> None:
+    """An empty one, a scalar, and one in FP16 beside them."""
+    values = [torch.zeros(0, 3).bfloat16(), torch.tensor(1.5), random((3, 5), 9).half()]
+    master = STATES[run.case.states][3].replace("remainder", "float32")
+    for i, value in enumerate(values):
+        run.model.register_parameter(f"odd{i}", Parameter(value.to(run.device, copy=True)))
+        kind = "none" if value.dtype == torch.float32 else master
+        kind = STATES[run.case.states][3] if value.dtype == torch.bfloat16 else kind
+        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind))
+    run.optimizer.add_param_group({"params": run.params[4:]})
+    run.optimizer.add_param_group({"params": []})
+    both(run, oracle, 0, 1)
 
 
 @scenario
@@ -695,7 +865,7 @@ def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
 def group_added(run: Run, oracle: Oracle) -> None:
     """Its parameters count their own steps."""
     late = run.params[2]
-    run.optimizer = FP4Adam([p for p in run.params if p is not late], **run.case.arguments)
+    run.optimizer = run.optimizer_of([p for p in run.params if p is not late])
     both(run, oracle, 0, absent=(2,))
     own = dict(lr=2e-3, weight_decay=0.0)
     run.optimizer.add_param_group({"params": [late], **own})

@@ -5,19 +5,13 @@ import contextlib
 import pytest
 import torch
 
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    PartialCast,
-    Recipe,
-    build_columnwise,
-    unswizzle_scales,
-)
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Recipe
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.kernels.launch import launch
 from fp4adam.nn import operand
 from fp4adam.tensors import backend
+from fp4adam.tensors.swizzle import unswizzle_scales
+from fp4adam.tensors.transpose import build_columnwise
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),

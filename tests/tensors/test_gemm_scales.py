@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 import format_reference as reference
-from fp4adam import (
-    Float8BlockQuantizer,
-    FP4Adam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizedTensor,
-    swizzle_scales,
-    unswizzle_scales,
-)
+from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.tensors import backend
+from fp4adam.tensors.swizzle import swizzle_scales, unswizzle_scales
 from golden_vectors import golden_cases, sha16
 
 USAGES = ("rowwise", "columnwise")

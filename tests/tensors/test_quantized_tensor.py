@@ -21,11 +21,11 @@ from fp4adam import (
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    NVFP4Tensor,
     QuantizedTensor,
     Quantizer,
     quantize_model,
 )
+from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage

@@ -10,13 +10,13 @@ from fp4adam import (
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
-    build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import build_columnwise
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),

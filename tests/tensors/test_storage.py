@@ -12,12 +12,12 @@ from fp4adam import (
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     QuantizedTensor,
-    build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors.storage import SharedStorage, Storage
+from fp4adam.tensors.transpose import build_columnwise
 from helpers import through_a_file
 
 QUANTIZERS = {
