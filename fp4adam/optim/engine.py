@@ -209,7 +209,6 @@ class Engine:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
         names = "amsgrad", "decoupled_weight_decay", "fused"
         return [
-            self.targets.options,
             *((id(group), len(params), self.updates(group)) for group, params in self.groups),
             *(group[name] for group, _ in self.groups for name in names),
         ]

@@ -1,6 +1,5 @@
 """AdamW with FP32 master weights and moments; one fused kernel per kind of parameter."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -18,22 +17,13 @@ from fp4adam.optim.gradient_release import GradientRelease
 from fp4adam.optim.hyper_parameters import check_hyper_parameters
 from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options
-from fp4adam.optim.target import State, Targets
+from fp4adam.optim.target import Targets
 from fp4adam.tensors import backend
 
 
-class Option:
-    """An attribute of an optimizer that reads one of its :class:`Options`, or replaces it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: "FusedAdam", owner: type) -> Any:
-        return self if optimizer is None else getattr(optimizer._targets.options, self._name)
-
-    def __set__(self, optimizer: "FusedAdam", value: Any) -> None:
-        targets = optimizer._targets
-        targets.options = dataclasses.replace(targets.options, **{self._name: value})
+def _option(name: str) -> Any:
+    """An attribute that shows one of the :class:`Options`, which only the constructor sets."""
+    return property(lambda optimizer: getattr(optimizer._targets.options, name))
 
 
 class FusedAdam(Optimizer):
@@ -59,10 +49,9 @@ class FusedAdam(Optimizer):
         weight_decay: Weight decay coefficient, >= 0.
         amsgrad: Divide by the largest second moment so far.
         bias_correction: Correct the moments for their start at zero; False leaves them as they are.
-        adam_w_mode: Decoupled decay (AdamW), the default, or decay added to the gradient (L2). This
-            is Transformer Engine's keyword: an :class:`FP4Adam` that is given it has the layout of
-            :class:`FusedAdam`, as Megatron-LM expects.
-        decoupled_weight_decay: The same under torch's name, which groups have.
+        adam_w_mode: Transformer Engine's name of ``decoupled_weight_decay``. An :class:`FP4Adam`
+            that is given it has the layout of :class:`FusedAdam`, as Megatron-LM expects.
+        decoupled_weight_decay: AdamW, the default; False adds decay to the gradient (L2).
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
         states: "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
@@ -88,21 +77,17 @@ class FusedAdam(Optimizer):
             ``step()``.
         differentiable: Not supported.
         fused: False uses torch operators instead of the kernels, with the same results.
-
-    Raises:
-        ValueError: If a hyper-parameter is out of range, with the message of ``torch.optim``; if a
-            state cannot be stored in the given dtype; for ``capturable`` without the kernels.
-        NotImplementedError: For ``differentiable``, and for ``amsgrad`` with second moments that
-            are not float32.
     """
 
     # Makes GradScaler set grad_scale and found_inf as attributes for the duration of a step.
     _step_supports_amp_scaling = True
     # Whether states and groups look like those of Transformer Engine's FusedAdam, or torch.optim's.
     _has_te_layout = True
-    master_weights, master_weight_dtype, store_param_remainders = Option(), Option(), Option()
-    exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad = Option(), Option(), Option()
-    offload_states, quantize_from, set_grad_none = Option(), Option(), Option()
+    master_weights, master_weight_dtype = _option("master_weights"), _option("master_weight_dtype")
+    exp_avg_dtype, exp_avg_sq_dtype = _option("exp_avg_dtype"), _option("exp_avg_sq_dtype")
+    store_param_remainders = _option("store_param_remainders")
+    use_decoupled_grad, offload_states = _option("use_decoupled_grad"), _option("offload_states")
+    quantize_from, set_grad_none = _option("quantize_from"), _option("set_grad_none")
 
     def __init__(
         self,
@@ -166,20 +151,16 @@ class FusedAdam(Optimizer):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
         self.scale_groups = scale_groups
-        self._join_scale_groups()
+        grouping.join_scale_groups(self.param_groups, scale_groups)
         if not self._has_te_layout:
             grouping.warn_of_plain_matrices(self._engine.params)
 
     def _set_up(self, options: Options) -> None:
         self._targets = Targets(options)
-        self._whole = self._new_engine({})
+        self._whole = (OffloadedEngine if options.offload_states else Engine)(self._targets, [], {})
         self._release: GradientRelease | None = None
         # Memory that captured steps use, once per plan; graphs outlive plans and loaded states.
         self._captured: list = []
-
-    def _new_engine(self, states: dict[Tensor, State]) -> Engine:
-        kind = OffloadedEngine if self.offload_states else Engine
-        return kind(self._targets, [], states)
 
     @property
     def _engine(self) -> Engine:
@@ -236,16 +217,12 @@ class FusedAdam(Optimizer):
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
             self._targets.meet(self.param_groups[-1]["params"])
-            self._join_scale_groups()
+            grouping.join_scale_groups(self.param_groups, self.scale_groups)
         except BaseException:
             del self.param_groups[count:]
             raise
         if self._is_releasing:
             self._release.attach(self._engine)
-
-    def _join_scale_groups(self) -> None:
-        if self.scale_groups is not None:
-            grouping.join_scale_groups(self.param_groups, self.scale_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
@@ -302,10 +279,6 @@ class FusedAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.offload_states != isinstance(self._whole, OffloadedEngine):
-            capturing.check_option(self._targets.options, self.defaults)
-            self._whole.settle()
-            self._whole = self._new_engine(self._whole.states)
         # Reads attributes of tensor subclasses directly, in a tenth of the time.
         with torch._C.DisableTorchFunctionSubclass():
             self._step()
@@ -406,11 +379,6 @@ class FusedAdam(Optimizer):
             A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
             release gradients.
         """
-        if self._is_releasing:
-            raise RuntimeError(
-                "gradient release must be enabled once, got a second call; remove() the handle "
-                "that the first one returned"
-            )
         self._release = GradientRelease(self)
         return self._release
 

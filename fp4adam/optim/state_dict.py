@@ -7,7 +7,7 @@ on the hash seed of each process.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -185,7 +185,8 @@ def loaded(
     check_groups(groups, state_dict)
     owners = {key: owner for owner, key in saved_keys(groups, state_dict)}
     own_masters = {key for key, owner in owners.items() if is_own_master(owner)}
-    state_dict = with_steps(state_dict, own_masters)
+    names = (MASTER, REST) if options.store_param_remainders else (MASTER,)
+    state_dict = with_steps(state_dict, dict.fromkeys(own_masters, names))
     for i, (owner, key) in enumerate(saved_keys(groups, state_dict)):
         _check_state(i, owner, state_dict["state"][key])
     new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
@@ -238,13 +239,12 @@ def with_counts(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
     return new
 
 
-def with_steps(state_dict: dict[str, Any], own_masters: Collection[Any]) -> dict[str, Any]:
+def with_steps(state_dict: dict[str, Any], unused: dict[Any, tuple[str, ...]]) -> dict[str, Any]:
     """A state dict with a ``step`` in every state; Transformer Engine keeps it in the group.
 
     The count of a state holds; that of the group is for states without one. Where there is none at
-    all, as in states that Megatron allocates, no step has been taken. With ``own_masters``, keys of
-    parameters that are their own masters, ``master_param`` says nothing there: it is the first
-    value, or memory that Megatron allocates.
+    all, as in states that Megatron allocates, no step has been taken. ``unused``: Entries that say
+    nothing there. The master of an FP32 parameter is its first value, or memory of Megatron's.
     """
     groups, states = [], dict(state_dict["state"])
     has_steps = any("step" in state for state in states.values() if isinstance(state, dict))
@@ -256,8 +256,7 @@ def with_steps(state_dict: dict[str, Any], own_masters: Collection[Any]) -> dict
                 continue
             state = te_layout.with_remainder(state)
             if "step" not in state:
-                if key in own_masters:
-                    state = {name: x for name, x in state.items() if name not in ENTRIES}
+                state = {n: x for n, x in state.items() if n not in unused.get(key, ())}
                 # Moments that Megatron allocates for FP8, in uint8, are numbers.
                 coded = [n for n, x in state.items() if getattr(x, "dtype", None) == torch.uint8]
                 state = {**state, **{n: state[n].float() for n in coded}, "step": given or 0}

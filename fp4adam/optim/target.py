@@ -113,11 +113,10 @@ class Target:
             self.write_dtype = torch.float32
         self.unbind()
 
-    def is_current(self, options: Options) -> bool:
-        """True if it still describes its owner, under these options."""
+    def is_current(self) -> bool:
+        """True if it still describes its owner."""
         own = local(self.owner)
-        is_same = own is self._source and (type(own), own.dtype) == self._type
-        return is_same and options is self.options
+        return own is self._source and (type(own), own.dtype) == self._type
 
     def bind(self, group: dict[str, Any], state: State, updates: bool) -> None:
         """Set what a step works on."""
@@ -383,9 +382,9 @@ class QuantizedTarget(Target):
             shared.stepped_by = shared.stepped_by or weakref.WeakSet()
             shared.stepped_by.add(self)
 
-    def is_current(self, options: Options) -> bool:
+    def is_current(self) -> bool:
         """True if the weight also knows of it, wherever it has moved."""
-        if not super().is_current(options):
+        if not super().is_current():
             return False  # and may be no quantized tensor any more
         return not self.master.name or self in (self.param._shared.stepped_by or ())
 
@@ -441,9 +440,9 @@ class BorrowedTarget(Target):
         super().__init__(owner, options, self.borrowed.tensor)
         self._first_mark = self.current_mark()
 
-    def is_current(self, options: Options) -> bool:
+    def is_current(self) -> bool:
         """True if the tensor is also where it was, and unwritten by others."""
-        if not (super().is_current(options) and self.borrowed.is_on(self._source)):
+        if not (super().is_current() and self.borrowed.is_on(self._source)):
             return False
         now = self.current_mark()
         return now.is_same(self.mark) or now.is_same(self._first_mark)
@@ -492,7 +491,7 @@ class Targets:
 
     def __getitem__(self, owner: Tensor) -> Target:
         known = self._known.get(owner)
-        if known is None or not known.is_current(self.options):
+        if known is None or not known.is_current():
             own, kind = local(owner), Target
             if isinstance(own, QuantizedTensor):
                 kind = QuantizedTarget
