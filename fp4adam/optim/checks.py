@@ -288,16 +288,11 @@ def check_state(
 
 
 def _check_scales(name: str, state: dict[str, Any], codes: Tensor) -> None:
-    scales, n_blocks = state.get(name), -(-codes.numel() // STATE_BLOCK)
-    expected = (n_blocks,), torch.uint8, codes.device, True
-    found = scales is not None and (
-        tuple(scales.shape),
-        scales.dtype,
-        scales.device,
-        scales.is_contiguous(),
-    )
-    if found != expected:
+    n_blocks, found = -(-codes.numel() // STATE_BLOCK), None
+    if isinstance(scales := state.get(name), Tensor):
+        found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
+    if found != ((n_blocks,), torch.uint8, codes.device, True):
         raise RuntimeError(
             f"{name} must be contiguous uint8 ({n_blocks},) on {codes.device}, got "
-            f"{found or None}; load states with load_state_dict()"
+            f"{found}; load states with load_state_dict()"
         )

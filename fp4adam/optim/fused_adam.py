@@ -36,9 +36,9 @@ class FusedAdam(Optimizer):
     parameters, and load the checkpoints of both and of torch.
 
     All arithmetic is FP32 and gives the same bits on a CPU and on a GPU (FP64 for FP64 parameters,
-    where torch's own square root differs in the last bit). Moments and masters are FP32 as well, 4
-    bytes per element each; in fewer bits, ``exp_avg_scale``, ``exp_avg_sq_scale`` and
-    ``master_param_scale`` (uint8) have a power of two for every 32 elements in memory order.
+    where torch's own square root differs in the last bit). So are moments and masters, 4 bytes per
+    element each; in fewer bits, every 32 elements in memory order have a power of two in
+    ``exp_avg_scale``, ``exp_avg_sq_scale`` or ``master_param_scale`` (uint8).
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups.
@@ -253,8 +253,7 @@ class FusedAdam(Optimizer):
         Args:
             closure: Re-evaluates the model and returns the loss, or None.
             options: ``grad_scaler``, a ``torch.amp.GradScaler`` or None: step as
-                ``grad_scaler.step(optimizer)`` does. It has no name of its own in the signature,
-                because GradScaler would take that for a request to pass itself.
+                ``grad_scaler.step(optimizer)`` does, which would pass itself to a keyword.
 
         Returns:
             The loss from ``closure``, or None.
@@ -372,12 +371,9 @@ class FusedAdam(Optimizer):
         :meth:`GradientRelease.accumulate`. Members of a scale group are stepped together.
 
         Works with FSDP2; ``DistributedDataParallel``, ``GradScaler`` and clipping need all
-        gradients before the first step. In transformers' Trainer set ``max_grad_norm=0``, and
-        leave ``gradient_accumulation_steps`` 1.
-
-        Returns:
-            A handle; ``remove()`` returns to stepping in ``step()``. Copies of the optimizer do not
-            release gradients.
+        gradients before the first step. In transformers' Trainer set ``max_grad_norm=0``, and leave
+        ``gradient_accumulation_steps`` 1. ``remove()`` of the handle returns to stepping in
+        ``step()``. Copies of the optimizer do not release gradients.
         """
         self._release = GradientRelease(self)
         return self._release
