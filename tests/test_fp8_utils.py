@@ -63,7 +63,7 @@ def test_codes_move_to_a_buffer_and_are_written_there(name):
     quantizer = QUANTIZERS[name]
     makers = [lambda: nn.Parameter(quantizer(value())), lambda: te_tensor(quantizer, value())]
     for make in makers:
-        param, size = make(), 64 * 96 * quantizer.layout.code_bits // 8
+        param, size = make(), 64 * 96 * quantizer.layout.code_type.bits // 8
         buffer = torch.zeros(size + 16, dtype=torch.uint8)
         if name == "mxfp8":
             with pytest.raises(NotImplementedError, match="must have square blocks or rowwise"):

@@ -124,7 +124,7 @@ def _plan_for(
     values, starts = [value for value, _ in parts], [start for _, start in parts]
     sizes = [0 if value is None else value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
-    storages = [(tensor._shared.tensors, tensor.quantizer) for tensor in tensors]
+    storages = [(tensor.inner, tensor.quantizer) for tensor in tensors]
     known = [borrowed, storages, starts, sizes, dtypes]
     plan = _plans.get(model_weights[0]) if tensors else None
     if plan is None or plan.known != known:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.blocks import flat_shape
+from fp4adam.tensors.encoding import amax_over, block_amaxes
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
 # Formats of activations, by the names of their quantizers.
@@ -64,12 +64,12 @@ class _FakeQuantize(torch.autograd.Function):
 def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:
     """The kernel's values in plain operators, which ``torch.compile`` fuses."""
     layout, cols = quantizer.layout, x.shape[1]
-    kind = minifloat.CODE_TYPES[layout.code_type]
+    kind = layout.code_type
     has_blocks = layout.scale_type is not None
     size = layout.block if has_blocks else cols
     blocks = F.pad(x.float(), (0, -cols % size)).unflatten(1, (-1, size))
-    amaxes = minifloat.amax(blocks, (2,), layout.shows_nan_by_scales)
-    amax = minifloat.amax(blocks, (0, 1, 2)).view(1) if layout.tensor_scale else None
+    amaxes = block_amaxes(layout, blocks, (2,))
+    amax = amax_over(blocks, (0, 1, 2)).view(1) if layout.tensor_scale else None
     scales, factors = quantizer.encode(amaxes, amax, x.dtype)
     decoding = quantizer.decode(scales, amax)
     if has_blocks:

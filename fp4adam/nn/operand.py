@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import backend, minifloat, rows
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
@@ -40,7 +40,7 @@ class Operand(NamedTuple):
         codes: [rows, k] of E4M3 or E5M2, contiguous, or uint8 [rows, k / 2] of packed E2M1.
         scales: What codes are multiplied by, as the GEMM reads it. Float8: float32 [1].
             Float8Block: float32 [k / 128, rows]; weights with square blocks [rows / 128, k / 128 to
-            4]. MXFP8 and NVFP4: uint8 [rows to 128, blocks to 4] in tiles (``swizzle_scales``).
+            4]. MXFP8 and NVFP4: uint8 [rows to 128, blocks to 4] in tiles (``tensors/swizzle.py``).
         amax: float32 [1] of NVFP4: 2688 times what multiplies codes and block scales.
     """
 

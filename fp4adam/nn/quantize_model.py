@@ -244,7 +244,7 @@ def _quantize_layers(
     for (weight, users), param in zip(chosen, params, strict=True):
         check_attributes(users[0][0], weight, param)
     for param, name in zip(params, names, strict=True):
-        param._shared.name = name
+        param.parameter_name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     alone = sorted({*range(len(chosen))}.difference(*groups))

@@ -125,7 +125,7 @@ def _swap(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:
         tensors = (each for each in (old, new) if isinstance(each, QuantizedTensor))
-        name = next(tensors)._shared.name or name
+        name = next(tensors).parameter_name or name
         raise RuntimeError(
             f"{name!r} must be free to get other content, got a parameter that something else "
             "refers to: an output with a graph (delete it, or compute it under torch.no_grad()), a "

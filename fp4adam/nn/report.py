@@ -17,7 +17,7 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.nn.candidates import check_module, is_stack
 from fp4adam.nn.recipe import format_name
 from fp4adam.tensors import rows
-from fp4adam.tensors.minifloat import CODE_TYPES
+from fp4adam.tensors.layout import CodeType
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 # Parameters of a layer class that are named one by one; of more, their number is given.
@@ -317,8 +317,8 @@ class QuantizationMonitor:
             found["exp_avg_sq_zeros"] = (second == 0).sum()
         return found
 
-    def _inspect_codes(self, name: str, codes: Tensor, code_type: str) -> dict[str, Any]:
-        flat, kind = codes.reshape(-1), CODE_TYPES[code_type]
+    def _inspect_codes(self, name: str, codes: Tensor, kind: CodeType) -> dict[str, Any]:
+        flat = codes.reshape(-1)
         # An odd stride meets all columns of a matrix.
         stride = 1 if flat.numel() <= _SAMPLE else -(-flat.numel() // _SAMPLE) | 1
         sample = flat[::stride].cpu()

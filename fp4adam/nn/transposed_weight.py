@@ -98,7 +98,7 @@ def _exchanges_last(tensor: Tensor, dim0: int, dim1: int) -> bool:
 @implements_operator(aten.transpose.int)
 def _transpose(func: Callable, tensor: QuantizedTensor, dim0: int, dim1: int) -> Tensor:
     # Compiled graphs decide by themselves what they keep.
-    is_traced = not runs_eagerly(tensor._shared.tensors.present[0])
+    is_traced = not runs_eagerly(tensor.inner.present[0])
     if tensor.dim() == 3 and _exchanges_last(tensor, dim0, dim1) and not is_traced:
         return TransposedWeight(tensor)
     return func(tensor._read(), dim0, dim1)
@@ -146,7 +146,7 @@ def quantized_grouped_mm(
 
 @implements_operator(aten.t.default)
 def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
-    spec = tensor._shared.global_spec
+    spec = tensor.global_spec
     if spec is None or not spec.is_parallel:
         return func(tensor._read())
     settle_shard(tensor, parallel_infos(tensor))
@@ -173,7 +173,7 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
 @implements_operator(aten.mm.default)
 def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(x, QuantizedTensor) and isinstance(weight, QuantizedTensor):
-        if weight._shared.global_spec is not None and weight.quantizer.operands.gradients:
+        if weight.global_spec is not None and weight.quantizer.operands.gradients:
             return _product_of_codes(x, weight, "columnwise")
         return func(x, weight._read(x.dtype, x))
     return func(*(t._read() if isinstance(t, QuantizedTensor) else t for t in (x, weight)))

@@ -118,7 +118,7 @@ def _check_needs_no_master(own: Tensor) -> None:
     known = isinstance(own, QuantizedTensor)
     layout = (own.quantizer if known else adapter_of(own).quantizer(own)).layout
     has_power_of_two = layout.scale_type == "e8m0" or layout.scale_rule.force_pow_2_scales
-    if layout.code_type == "e4m3" and layout.tensor_scale is None and has_power_of_two:
+    if layout.code_type.name == "e4m3" and layout.tensor_scale is None and has_power_of_two:
         return
     raise ValueError(
         f"master_weights must be True for {type(own).__name__} parameters, got False: without "
@@ -179,8 +179,8 @@ def check_steppable(name: str, param: Tensor) -> None:
             )
         ShardInfo.of(param)
         own = param._local_tensor
-    is_own = isinstance(own, QuantizedTensor) and own._shared.global_spec is None
-    if is_own and (own._shared.is_part or not rows.is_all(own)):
+    is_own = isinstance(own, QuantizedTensor) and own.global_spec is None
+    if is_own and (own._shared.rows is not None or not rows.is_all(own)):
         raise NotImplementedError(
             f"parameters must be whole quantized tensors, got a slice of shape {tuple(own.shape)}, "
             "whose scales depend on other rows; pass the whole weight, or quantize the values: "

@@ -83,7 +83,7 @@ def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
                 "weights themselves"
             )
     is_own = isinstance(copy, QuantizedTensor)
-    is_shard = is_dtensor(copy) or is_own and copy._shared.global_spec is not None
+    is_shard = is_dtensor(copy) or is_own and copy.global_spec is not None
     if is_shard or not (is_own or is_foreign(copy)):
         raise ValueError(
             f"copies must be whole quantized tensors, got a {type(copy).__name__}"

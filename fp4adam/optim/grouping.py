@@ -28,7 +28,7 @@ def join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups | 
     chosen = resolve_scale_groups(scale_groups, params, names or None, quantizers)
     for own in quantized:
         if own is not None:
-            own._shared.scale_group = None
+            own.scale_group = None
     for group in chosen:
         members = [quantized[i] for i in group]
         form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])

@@ -21,9 +21,9 @@ is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat, rows
+from fp4adam.formats import minifloat
+from fp4adam.tensors import rows
 from fp4adam.tensors.layout import Layout
-from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -43,18 +43,18 @@ _ODD = 0x1E3779B97F4A7C15
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
-    powers = _decoded(param, _powers(part._shared.tensors, layout))
-    is_mxfp4 = layout.code_type == "e2m1" and layout.scale_type == "e8m0"
+    powers = _decoded(param, _powers(part.inner, layout))
+    is_mxfp4 = layout.code_type.name == "e2m1" and layout.scale_type == "e8m0"
     if is_mxfp4 and layout.scale_rule.rounding == 0:  # 6 stands for magnitudes up to 8
-        powers += _decoded(param, _largest(part._shared.tensors, layout))
-    return powers.mul_(1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
+        powers += _decoded(param, _largest(part.inner, layout))
+    return powers.mul_(1 / (UNITS_PER_GAP * layout.code_type.per_power))
 
 
 def largest_values(param: QuantizedTensor) -> Tensor:
     """What the largest code stands for in each place, float32; infinity where scales are 0."""
     part = rows.own_blocks(param)
     name = f"{part.quantizer.layout.kept[0]}_data"
-    tensors, code = part._shared.tensors, CODE_TYPES[part.quantizer.layout.code_type]
+    tensors, code = part.inner, part.quantizer.layout.code_type
     largest = code.largest if code.bits == 8 else code.largest * 0x11  # two per byte
     codes = torch.full_like(getattr(tensors, name), largest)
     largest = _decoded(param, tensors.exchange(**{name: codes}))
@@ -72,7 +72,7 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
     """A storage that decodes to the powers of two of the codes, times their factors."""
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
-    if layout.code_type == "e4m3":
+    if layout.code_type.name == "e4m3":
         return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
@@ -125,7 +125,7 @@ def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
 def digest(param: QuantizedTensor) -> Tensor:
     """A hash, int64 [1] on the CPU, of the codes and scales that remainders complete."""
     part = rows.own_blocks(param)
-    tensors, layout = part._shared.tensors, part.quantizer.layout
+    tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
     names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
     total = torch.zeros(1, dtype=torch.int64, device=param.device)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.tensors.minifloat import e8m0_reciprocal, e8m0_value
+from fp4adam.formats.minifloat import e8m0_reciprocal, e8m0_value
 
 STATE_BLOCK = 32
 

@@ -449,7 +449,7 @@ class BorrowedTarget(Target):
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
         # A shard without a specification has scales of its own.
-        return () if self.param._shared.global_spec is None else super().shard_infos()
+        return () if self.param.global_spec is None else super().shard_infos()
 
     def current_mark(self) -> Mark:
         return Mark(self.borrowed, (self._source, *self.borrowed.memory))

@@ -70,17 +70,17 @@ class TensorNames:
             return
         is_derived = new.layout.is_square and self.quantizer.rowwise
         added = [usage for usage in given if given[usage] > getattr(self.quantizer, usage)]
-        if added and not (is_derived and rows.is_all(self) and self._shared.global_spec is None):
+        if added and not (is_derived and rows.is_all(self) and self.global_spec is None):
             raise RuntimeError(
                 f"{added[0]} codes of a {type(self).__name__} of shape {tuple(self.shape)} must be "
                 "stored already, or follow from rowwise codes of the whole tensor, got neither; "
                 f"make the tensor with {added[0]}=True"
             )
-        stored = self._shared.tensors.existing()
+        stored = self.inner.existing()
         if added:
             stored = new.zeros(*rows.matrix_shape(self), self.device).existing() | stored
         kept = {name: stored[name] for name in new.layout.shapes(*rows.stored_shape(self))}
-        self._shared.tensors, self.quantizer = Storage(**kept), new
+        self.inner, self.quantizer = Storage(**kept), new
         if added:
             build_columnwise([self])
             build_gemm_scales([self])

@@ -317,7 +317,7 @@ def test_slices_are_written_to_other_memory(name, alone):
     weights = [te_tensor(quantizer, value) for _ in range(2)]
     before = te_bytes(weights[0])
     master, start = torch.randn(32 * 16), 64 * 4
-    per_byte = 8 // quantizer.layout.code_bits
+    per_byte = 8 // quantizer.layout.code_type.bits
     outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
     target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
     if name.startswith("float8") and name != "float8block":

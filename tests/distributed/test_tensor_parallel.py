@@ -128,13 +128,13 @@ def assert_parts(model: nn.Module, whole: nn.Module) -> None:
 def assert_directions_agree(weight: QuantizedTensor) -> None:
     """Columnwise codes and swizzled scales are those of the rowwise ones."""
     if weight.quantizer.layout.is_square and weight.columnwise_data is not None:
-        bits = weight.quantizer.layout.code_bits
+        bits = weight.quantizer.layout.code_type.bits
         assert torch.equal(weight.columnwise_data, transposed_codes(weight.rowwise_data, bits))
     compact = dataclasses.replace(weight.quantizer, optimize_for_gemm=False)
     for usage in ("rowwise", "columnwise"):
         stored = getattr(weight, f"_{usage}_gemm_scale_inv")
         if stored is not None:
-            plain = type(weight)(tuple(weight.shape), weight.dtype, compact, weight._shared.tensors)
+            plain = type(weight)(tuple(weight.shape), weight.dtype, compact, weight.inner)
             assert torch.equal(stored, new_gemm_scale(plain, usage))
 
 
@@ -275,7 +275,7 @@ def multiply_codes(rank: int) -> None:
         for name, dim in (("up", 0), ("down", 1)):
             layer, of_whole = getattr(model, name), getattr(whole, name)
             weight = local(layer.weight).detach()
-            storage, shape = weight._shared.tensors, tuple(weight.shape)
+            storage, shape = weight.inner, tuple(weight.shape)
             part = nn.Parameter(type(weight)(shape, weight.dtype, weight.quantizer, storage))
             # Where the parts of a sum are added, torch gives each its share of the bias.
             bias = of_whole.bias.chunk(2)[rank] if dim == 0 else of_whole.bias / 2

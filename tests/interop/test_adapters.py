@@ -27,9 +27,9 @@ from fp4adam import (
     NVFP4Quantizer,
     TensorAdapter,
 )
+from fp4adam.formats import minifloat
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, _amax_of
 from fp4adam.interop.strided_copy import StridedCopies
-from fp4adam.tensors import minifloat
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from helpers import WithGradient, random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor

@@ -71,7 +71,7 @@ class Weight:
 
     def tensors(self):
         moments = {f"moment {i}": t for i, t in enumerate(sum(map(list, self.moments), []))}
-        every = {**self.param._shared.tensors.existing(), "remainder": self.remainder, **moments}
+        every = {**self.param.inner.existing(), "remainder": self.remainder, **moments}
         return {name: t.view(torch.uint8) for name, t in every.items() if t is not None}
 
     def step(self, grad, scalars):

@@ -27,10 +27,10 @@ from fp4adam import (
     Recipe,
     quantize_model,
 )
-from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.nn import operand, scaled_matmul
 from fp4adam.nn.linear import _QuantizedLinear
-from fp4adam.tensors import backend, minifloat
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 from helpers import randn, train
@@ -78,7 +78,7 @@ def backward_values(layer, dtype: torch.dtype) -> Tensor:
     quantizer = layer.weight.quantizer
     if not isinstance(quantizer, MXFP8Quantizer):
         return layer.weight.dequantize(torch.float32)
-    tensors = layer.weight._shared.tensors
+    tensors = layer.weight.inner
     storage = Storage(
         columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
     )

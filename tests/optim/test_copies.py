@@ -18,7 +18,8 @@ from fp4adam import (
     cast,
     workspaces_of,
 )
-from fp4adam.tensors import backend, minifloat
+from fp4adam.formats import minifloat
+from fp4adam.tensors import backend
 from helpers import random
 from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
 

@@ -39,7 +39,6 @@ from fp4adam import (
 )
 from fp4adam.fp8_utils import quantize_master_weights
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.tensors.swizzle import swizzle_scales, unswizzle_scales
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAN = math.nan
@@ -299,7 +298,6 @@ def filtered_init(scene: Scene) -> Callable[[], object]:
     return quantized_init("nvfp4", filter="head").__enter__
 
 
-BYTES = torch.zeros(128, 4, dtype=torch.uint8)
 E4M3 = torch.float8_e4m3fn
 # The types of exceptions, short enough for a table.
 V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
@@ -476,10 +474,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "(64, 96)", "reshape")),
     "write: in place": (call(lambda s: s.weight.detach().mul_(2)), N, ("must not write into a NVFP",
         "Train with FP4Adam")),
-    "swizzle: wide scales": (call(lambda s: swizzle_scales([torch.ones(3, 3)])), V, ("one byte",
-        "torch.float32", "E4M3 or E8M0")),
-    "unswizzle: shape": (call(lambda s: unswizzle_scales([BYTES], [(300, 4)])), V, ("[384, 4]",
-        "got (128, 4)", "padded to 128")),
     # Models
     "recipe: unknown": (quantizing(recipe="int4"), V, (RECIPE, "nvfp4, mxfp8", "got 'int4'")),
     "recipe: a class": (quantizing(recipe=NVFP4Quantizer), T, (RECIPE, "got type", "pass one of")),
