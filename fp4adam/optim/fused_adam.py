@@ -184,7 +184,7 @@ class FusedAdam(Optimizer):
         self._sync_steps(engine)
         if not (self._has_te_layout or self._targets.options.hides_states):
             return engine.states
-        if engine.view is None or engine.view.stored is not engine.states:
+        if engine.view is None or engine.view.data is not engine.states:
             # Megatron asks a state for a master with decoupled gradients, without them for none.
             shows_own_masters = self.master_weights and self.use_decoupled_grad
             engine.view = te_layout.StatesView(
@@ -194,7 +194,7 @@ class FusedAdam(Optimizer):
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        stored = state.stored if isinstance(state, te_layout.StatesView) else state
+        stored = state.data if isinstance(state, te_layout.StatesView) else state
         self.__dict__["state"] = self._whole.states = stored
 
     def _check_options(self, group: Mapping[str, Any]) -> None:

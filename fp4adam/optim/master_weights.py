@@ -87,9 +87,11 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
         states: Their states with these, in FP32 or as remainders.
     """
     settle_written(sharded_weights(p.owner for p in peers))
-    pairs = [*zip(peers, states, strict=True)]
-    answers = [p.stands(state) for p, state in pairs]
-    answers += [_has_bytes_of(p, state) for p, state in pairs]
+    scales = peers[0].scales
+    is_whole = not isinstance(scales, ScaleGroup) or len(peers) == len(scales.names)
+    give_bytes = is_whole and all(map(_gives_bytes, peers, states))
+    answers = [p.stands(state) for p, state in zip(peers, states, strict=True)]
+    answers.append(give_bytes and all(map(_has_bytes, peers, states)))
     groups = dict.fromkeys(
         g for p in peers if is_dtensor(p.owner) for g in sharding_groups(p.owner)
     )
@@ -97,33 +99,39 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
         yes = torch.tensor(answers, dtype=torch.float32, device=device_type)
         dist.all_reduce(yes, dist.ReduceOp.MIN, group)
         answers = yes.bool().tolist()
-    stand, has_bytes = answers[: len(peers)], answers[len(peers) :]
-    scales = peers[0].scales
-    is_whole = not isinstance(scales, ScaleGroup) or len(peers) == len(scales.names)
-    if is_whole and all(stand) and not all(has_bytes):
+    *stand, have_bytes = answers
+    written = [p.param for p in peers]
+    if not any(stand) and give_bytes:
+        # If the model is loaded later, plain values of these masters get their bytes.
+        written = [p.param.twin() for p in peers]
+    if give_bytes and not have_bytes and all(stand) or written[0] is not peers[0].param:
         cast(
-            [p.param for p in peers],
-            [p.master.read(state) for p, state in pairs],
+            written,
+            [p.master.read(state) for p, state in zip(peers, states, strict=True)],
             [p.write_dtype for p in peers],
             [p.shard_infos() for p in peers],
             [p.scales for p in peers],
         )
-    for p, stands in zip(peers, stand, strict=True):
+    for p, stands, tensor in zip(peers, stand, written, strict=True):
         if stands:
             p.free_initial_value()
-        p.forget()  # the model may be loaded after the optimizer: the next step asks again
+        p.forget()  # the next step asks again
+        if tensor is not p.param:
+            p.param._shared.left = tensor
     return stand
 
 
-def _has_bytes_of(p: Target, state: State) -> bool:
-    """True if a weight need not be written for the loaded master in a state.
+def _gives_bytes(p: Target, state: State) -> bool:
+    """True if the bytes of a weight follow from the loaded master in a state."""
+    is_own = isinstance(p, QuantizedTarget)
+    is_remainder = p.master.codec is INT8 and p.master.is_stored(state)
+    return is_own and not is_remainder and p.param.quantizer.layout.tensor_scale != "delayed"
 
-    It has to be if it was loaded as plain values, or if no remainder reaches the master.
+
+def _has_bytes(p: Target, state: State) -> bool:
+    """True if a weight was not loaded as plain values, and its remainders reach the master.
+
+    These complete the codes that are there, and would not give the same scales again.
     """
-    if not isinstance(p, QuantizedTarget) or p.param.quantizer.layout.tensor_scale == "delayed":
-        return True  # bytes that depend on more than the master
-    if p.master.codec is INT8 and p.master.is_stored(state):
-        return True
     is_plain = p.start_value is not None or p.param._shared.next_init_val is not None
-    # A remainder completes the codes that are there, and would not give the same scales again.
     return not is_plain and (p.master.codec is not INT8 or p.master.can_hold(p.master.read(state)))

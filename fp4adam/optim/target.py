@@ -23,7 +23,7 @@ from fp4adam.distributed.dtensor import (
 )
 from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.memory_layout import is_dense
@@ -435,7 +435,7 @@ class BorrowedTarget(Target):
 
     def __init__(self, owner: Tensor, options: Options) -> None:
         chunk = shard_size(owner)
-        whole = None if chunk is None else Whole(tuple(owner.shape), chunk)
+        whole = None if chunk is None else (tuple(owner.shape), chunk)
         self.borrowed = BorrowedTensor(local(owner), whole)
         super().__init__(owner, options, self.borrowed.tensor)
         self._first_mark = self.current_mark()

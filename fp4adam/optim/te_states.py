@@ -21,7 +21,7 @@ from fp4adam.optim.target import State, Target, is_own_master
 if TYPE_CHECKING:
     from fp4adam.optim.fused_adam import FusedAdam
 
-NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+NAMES = ("exp_avg", "exp_avg_sq", MASTER)
 
 
 @torch.no_grad()
@@ -34,23 +34,22 @@ def initialize_state(
     parameter without a remainder.
     """
     engine = self._engine
-    member, options = _member(engine, param), engine.targets.options
-    is_half = member.master.name == REST
+    target, options = _target(engine, param), engine.targets.options
+    is_half = target.master.name == REST
     if store_param_remainders not in (None, options.store_param_remainders, is_half):
         raise ValueError(
-            "store_param_remainders must be that of the optimizer, "
-            f"{options.store_param_remainders}, got {store_param_remainders}; set it at "
-            "construction"
+            f"store_param_remainders must be that of the optimizer, got {store_param_remainders}; "
+            "set it at construction"
         )
     checks.check_steppable(options.name, param)
     engine.drop_plan()
     group = next(g for g, params in engine.groups if any(param is one for one in params))
     with torch._C.DisableTorchFunctionSubclass():
-        device = member.param.device if options.capturable else None
-        state = member.completed({}, group["amsgrad"], restart=False, device=device)
+        device = target.param.device if options.capturable else None
+        state = target.completed({}, group["amsgrad"], restart=False, device=device)
         engine.states[param] = engine.placed(param, state)
-        if member.master.name == MASTER:
-            member.record()
+        if target.master.name == MASTER:
+            target.record()
 
 
 @torch.no_grad()
@@ -64,20 +63,27 @@ def get_unscaled_state(
     ``store_param_remainders``, and an FP32 parameter itself.
     """
     engine = self._engine
-    _check_name(state_name)
+    target = _target(engine, param, state_name)
+    if state_name == MASTER and not target.master.name:
+        return target.param.detach()
     engine.settle()
-    member, state = _member(engine, param), engine.states.get(param, {})
-    if state_name == "master_param":
-        _check_has_master(member)
-    kept = REST if member.master.name == REST else state_name
-    kept = kept if state_name == "master_param" else state_name
-    is_param = state_name == "master_param" and not member.master.name
-    if not is_param and kept not in state:
+    state = engine.states.get(param, {})
+    is_remainder = state_name == MASTER and target.master.name == REST
+    if (REST if is_remainder else state_name) not in state:
         raise ValueError(
             f"param must have a state to read {state_name} from, got none; call "
             "initialize_state(param) or step() first"
         )
-    return _read_state(member, state, state_name, skip_unscale)
+    if is_remainder:
+        return local(state[REST])
+    if state_name == MASTER:
+        value = target.master.read(state)
+    else:
+        stored = StateTensor.of(state, state_name, target.codecs[state_name])
+        if skip_unscale and stored.codes.dtype == torch.bfloat16:
+            return stored.codes
+        value = stored.decode()
+    return value if value.dtype == torch.float64 else value.float()
 
 
 @torch.no_grad()
@@ -97,101 +103,71 @@ def set_scaled_state(
             ``master_param`` with ``store_param_remainders``, the int16 remainder.
     """
     engine = self._engine
-    _check_name(state_name)
-    member = _member(engine, param)
-    if state_name == "master_param":
-        _check_has_master(member)
+    target = _target(engine, param, state_name)
     value = local(unscaled_state) if isinstance(unscaled_state, Tensor) else unscaled_state
-    _check_value(member, state_name, value)
+    _check_value(target, state_name, value)
     engine.settle()
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
         initialize_state(self, param)
     engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
-        known = member.is_unwritten()
-        _write_state(member, engine.states[param], state_name, value)
+        known = target.is_unwritten()
+        _write_state(target, engine.states[param], state_name, value)
         engine.states[param] = engine.placed(param, engine.states[param])
-        if member.master.name == MASTER and (known or state_name == "master_param"):
-            member.record()
+        if target.master.name == MASTER and (known or state_name == MASTER):
+            target.record()
 
 
-def _member(engine: Engine, param: Tensor) -> Target:
+def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Target:
+    """What is stepped of ``param``; raises ValueError unless it can have a state of this name."""
     if not any(param is one for one in engine.params):
         raise ValueError(
-            f"param must be a parameter of this optimizer, got one of shape "
-            f"{tuple(param.shape)}, which is in none of its groups; pass tensors from "
-            "param_groups"
+            f"param must be a parameter of this optimizer, got one of shape {tuple(param.shape)}, "
+            "which is in none of its groups; pass tensors from param_groups"
         )
-    return engine.targets[param]
-
-
-def _check_name(state_name: str) -> None:
-    """Raise ValueError unless ``state_name`` is one of the three."""
-    if state_name not in NAMES:
+    target = engine.targets[param]
+    if state_name not in (None, *NAMES):
         raise ValueError(
             f"state_name must be one of {', '.join(NAMES)}, got {state_name!r}; read other entries "
             "from optimizer.state[param], which shows these three alone with FusedAdam"
         )
-
-
-def _check_has_master(member: Target) -> None:
-    """Raise ValueError if the parameter has no master at all, and is not one itself."""
-    if not (member.master.name or is_own_master(member.owner)):
+    if state_name == MASTER and not (target.master.name or is_own_master(param)):
         raise ValueError(
-            f"state_name must not be 'master_param' for a {member.param.dtype} parameter without a "
-            f"master, got master_weights={member.options.master_weights}; make the optimizer with "
+            f"state_name must not be 'master_param' for a {param.dtype} parameter without a "
+            f"master, got master_weights={target.options.master_weights}; make the optimizer with "
             "master_weights=True"
         )
+    return target
 
 
-def _read_state(member: Target, state: State, name: str, skip_unscale: bool) -> Tensor:
-    """A state of a parameter in FP32; no copy if it is stored so."""
-    if name == "master_param" and member.master.name != MASTER:
-        return local(state[REST]) if member.master.name == REST else member.param.detach()
-    if name == "master_param":
-        value = member.master.read(state)
-        return value if value.dtype == torch.float64 else value.float()
-    stored = StateTensor.of(state, name, member.codecs[name])
-    if skip_unscale and stored.codes.dtype == torch.bfloat16:
-        return stored.codes
-    value = stored.decode()
-    return value if value.dtype == torch.float64 else value.float()
-
-
-def _check_value(member: Target, name: str, value: Tensor) -> None:
+def _check_value(target: Target, name: str, value: Tensor) -> None:
     """Raise unless ``value`` can become the state ``name`` of a parameter."""
-    wanted = torch.float32
-    if name == "master_param" and member.master.name == REST:
+    wanted = torch.float64 if target.param.dtype == torch.float64 else torch.float32
+    if name == MASTER and target.master.name == REST:
         wanted = torch.int16
-    elif member.param.dtype == torch.float64:
-        wanted = torch.float64
     if not isinstance(value, Tensor) or value.dtype != wanted:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"unscaled_state must be {wanted} for {name}, got {kind}; convert it first")
-    if value.shape != member.param.shape:
+    if value.shape != target.param.shape:
         raise ValueError(
             f"unscaled_state must have the shape of the local parameter, "
-            f"{tuple(member.param.shape)}, got {tuple(value.shape)}; pass this rank's part"
+            f"{tuple(target.param.shape)}, got {tuple(value.shape)}; pass this rank's part"
         )
 
 
-def _write_state(member: Target, state: State, name: str, value: Tensor) -> None:
+def _write_state(target: Target, state: State, name: str, value: Tensor) -> None:
     """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
-    with torch.no_grad():
-        value = value.detach()
-        if name == "master_param" and member.master.name == REST:
-            local(state[REST]).copy_(value)
-            return
-        if name == "master_param" and member.master.name != MASTER:
-            adopt_master(member, value)
-            return
-        plain = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
-        if name == "master_param" and member.master.codec is INT8:
-            # In FP32, as after loading: the weight may not have its codes.
-            StateTensor(PLAIN, plain, None).store(state, name, member.owner)
-            return
-        if name == "master_param":
-            member.master.store(state, plain.contiguous())
-            return
-        encoded = StateTensor.encode(member.codecs[name], plain.contiguous())
-        encoded.store(state, name, member.owner)
+    if name == MASTER and target.master.name == REST:
+        local(state[REST]).copy_(value)
+        return
+    if name == MASTER and target.master.name != MASTER:
+        adopt_master(target, value)
+        return
+    plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value).contiguous()
+    if name != MASTER:
+        StateTensor.encode(target.codecs[name], plain).store(state, name, target.owner)
+    elif target.master.codec is INT8:
+        # In FP32, as after loading: the weight may not have its codes.
+        StateTensor(PLAIN, plain, None).store(state, name, target.owner)
+    else:
+        target.master.store(state, plain)

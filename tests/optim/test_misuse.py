@@ -367,7 +367,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     # Adapters
     "adapter: its class": (call(lambda s: register_adapter("x.Y", TensorAdapter)), T, ("instance",
-        "TensorAdapter", "see its documentation")),
+        "TensorAdapter")),
     "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
         "tensor_class must be a class or its name", "got 3", "'module.Class'")),
     # Scale groups
