@@ -24,8 +24,8 @@ WHY = {
     "emulated": "plain torch operators, as on all devices without kernels; steps and codes have "
     "their bits, sums of matmuls another order",
     "refused": "an error says why",
-    "quantized matmul": "what Recipe(..., activations=True, gradients=True) takes; emulate=True runs "
-    "it on any device",
+    "quantized matmul": "what Recipe(..., activations=True, gradients=True) takes; emulate=True "
+    "runs it on any device",
     "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul",
 }
 
