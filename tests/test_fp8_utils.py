@@ -113,7 +113,7 @@ def test_recipes_and_contexts_of_a_configuration():
 
 
 def test_parts_of_a_layer_stay_in_high_precision():
-    with quantized_init("mxfp8", preserve_high_precision_init_val=False):
+    with quantized_init("mxfp8"):
         first = nn.Linear(32, 32)
         with fp8_utils.get_fp8_disabled_context(CONFIG, is_init=True):
             router = nn.Sequential(nn.Linear(32, 32))
@@ -122,7 +122,6 @@ def test_parts_of_a_layer_stay_in_high_precision():
         fp8_utils.is_float8tensor(p) for p in (first.weight, router[0].weight, layer[2].weight)
     ]
     assert kinds == [True, False, True]
-    assert not hasattr(first.weight, "get_high_precision_init_val")
     with quantized_init(enabled=False):
         plain = nn.Sequential(nn.Linear(32, 32))
     with quantized_init("mxfp8"):  # what is wrapped later counts as built here
