@@ -67,7 +67,7 @@ class QuantizeAfterStep:
                 for member, slot in zip(group.members, group.slots, strict=True):
                     amaxes[member.owner] = group.launch.amaxes[slot : slot + 1], []
         self._exchanges = exchanges(
-            (m.shards, Exchanged(m.param._shared.global_spec, *amaxes[m.owner], m.scales))
+            (m.shards, Exchanged(m.param.global_spec, *amaxes[m.owner], m.scales))
             for m in members
             if m.shards
         )

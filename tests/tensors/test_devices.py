@@ -10,7 +10,7 @@ from fp4adam.distributed.cast import PartialCast
 from fp4adam.kernels.launch import launch
 from fp4adam.nn import operand
 from fp4adam.tensors import backend
-from fp4adam.tensors.swizzle import unswizzle_scales
+from fp4adam.tensors.swizzle import read_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
 QUANTIZERS = {
@@ -30,7 +30,7 @@ def use_all(name, device):
         recipe = Recipe(name, activations=True, gradients=True)
         made += operand.quantize(x, recipe.quantizer, True, True)[1][:2]
     elif name != "float8":
-        made += unswizzle_scales([scales := weight.rowwise_gemm_scale_inv], [scales.shape])
+        read_gemm_scales(weight)
     if name != "mxfp8":
         build_columnwise([weight])
     cast = PartialCast([weight], [0], [x.numel()], [x.dtype])
