@@ -14,9 +14,13 @@ from torch import Tensor
 from fp4adam.kernels.format import float32_scale, inverse_scale
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.tiles.bfloat16 import pairs_to_float32
-from fp4adam.kernels.tiles.e4m3 import e4m3_word, e4m3_words
-from fp4adam.kernels.tiles.words import store_words
+from fp4adam.kernels.tiles.codes import (
+    capability,
+    e4m3_word,
+    e4m3_words,
+    store_words,
+    to_float32,
+)
 
 BLOCK = 128
 # Fewer warps exchange less between threads.
@@ -28,7 +32,19 @@ def load_rows(x_ptr, row, col, cols, mask):
     """Every fourth row of a block, from ``row`` on: a tile [32, 128]. Zeros outside of the mask."""
     ptr = x_ptr + tile_start(row, col, cols) + tile_offsets(4 * cols, 32, 128)
     x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
-    return pairs_to_float32(x)
+    if x.dtype == tl.bfloat16 and capability() > 0:
+        # Neighbours come in pairs. Compilers move the second down before they move it up again.
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        y = to_float32(x)
+    return y
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import SWIZZLE, table_row
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
@@ -182,11 +182,10 @@ def _launch(pairs: list[ScalePair], undo: bool) -> Launch:
         row_stride, col_stride = plain.stride()
         rows.append(
             table_row(
-                SWIZZLE,
                 plain=plain.data_ptr(),
                 swizzled=swizzled.data_ptr(),
-                rows=n,
-                cols=blocks,
+                scale_rows=n,
+                scale_cols=blocks,
                 row_stride=row_stride,
                 col_stride=col_stride,
                 repeats=repeats,

@@ -5,8 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.tiles.e4m3 import e4m3_word, e4m3_words
-from fp4adam.kernels.tiles.words import pack_words, transpose_words
+from fp4adam.kernels.tiles.codes import e4m3_word, e4m3_words, pack_words, transpose_words
 from fp4adam.tensors import minifloat
 
 
