@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fp4adam import NVFP4Quantizer, post_all_gather_processing, quantize_master_weights
+from fp4adam import NVFP4Quantizer
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.tensors import backend
 

@@ -147,7 +147,7 @@ def shard_of(shape: tuple[int, ...], quantizer: Quantizer | None, n: int) -> _Sh
     if n == 1:
         return _Shard(weight.nbytes_stored, 0, 0, numel)
     shard = weight.new_zeros((chunk, *shape[1:]))
-    shared, spec = shard._shared, shard._shared.global_spec
+    shared, spec = shard._shared, shard.global_spec
     shared.first_row = 0
     gathering = fsdp._make_gathering(shard, _Mesh(n))
     exchanged = 0

@@ -119,9 +119,9 @@ SECTIONS = (
     ),
     Section(
         "Whole training steps",
-        "A GPT of 1.0 billion parameters, 5 layers of 4,096, 8,192 tokens; the second "
-        'table with compiled blocks. "Quantized '
-        'matmuls" is `Recipe("float8block", activations=True, gradients=True)`.',
+        "Throughput of a GPT of 1.0 billion parameters, 5 layers of 4,096, 8,192 tokens; the "
+        'second table with compiled blocks. "Quantized matmuls" is '
+        '`Recipe("float8block", activations=True, gradients=True)`.',
         ("training_4k", "te_training_compiled"),
         TRAINING,
     ),

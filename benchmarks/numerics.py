@@ -10,6 +10,7 @@ there is none, the first run's model is saved there. README.md explains what is 
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -25,6 +26,7 @@ from provenance import about
 from report import versions_of
 
 import fp4adam
+from fp4adam.nn.operand import Float8Operands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -42,7 +44,11 @@ DECIDED = ("format", "optimizer", "compare", "matmul", "seed", "steps", "resume"
 
 
 class Contestant(NamedTuple):
-    """What a run trains; an ablation is there to fail."""
+    """What a run trains; an ablation is there to fail.
+
+    ``gradients`` are the codes of gradients in Float8 matmuls, ``torchao`` its recipe for float8
+    training of weights in high precision.
+    """
 
     name: str
     format: str
@@ -52,9 +58,13 @@ class Contestant(NamedTuple):
     is_ablation: bool = False
     states: str = "fp32"
     lr_factor: float = 1.0
+    gradients: torch.dtype = torch.float8_e5m2
+    torchao: str | None = None
 
 
 FP8_MATMULS = fp4adam.Recipe("float8block", activations=True, gradients=True)
+FLOAT8 = fp4adam.Recipe("float8", activations=True, gradients=True)
+FLOAT8_BUT_DW = dataclasses.replace(FLOAT8, weight_gradients=False)
 NVFP4_1D = fp4adam.Recipe(fp4adam.NVFP4Quantizer(two_dimensional=False))
 # Weights and activations in NVFP4; their products are emulated.
 NVFP4_MATMULS = fp4adam.Recipe("nvfp4", activations=True, emulate=True)
@@ -68,6 +78,27 @@ CONTESTANTS = (
     Contestant("NVFP4 1D", "nvfp4", recipe=NVFP4_1D),
     Contestant("NVFP4, NVFP4 matmuls", "nvfp4", recipe=NVFP4_MATMULS),
     Contestant("Float8Block, FP8 matmuls", "float8block", recipe=FP8_MATMULS),
+    *(
+        Contestant(
+            f"Float8, FP8 matmuls{what}, seed {seed}", "float8", "fp4adam", recipe, seed, **of
+        )
+        for what, recipe, of in (
+            ("", FLOAT8, {}),
+            (" with E4M3 gradients", FLOAT8, {"gradients": torch.float8_e4m3fn}),
+            (" but dW", FLOAT8_BUT_DW, {}),
+        )
+        for seed in range(3)
+    ),
+    *(
+        Contestant(
+            f"torchao float8 tensorwise, seed {seed}",
+            "fp32",
+            "adamw",
+            seed=seed,
+            torchao="tensorwise",
+        )
+        for seed in range(2)
+    ),
     Contestant("NVFP4 without masters", "nvfp4", is_ablation=True),
     *(
         Contestant(f"{name}, {what}, seed {seed}", name.lower(), seed=seed, states=states)
@@ -133,10 +164,17 @@ def measure(
     """
     own = {"seed": contestant.seed, "lr": args.lr * contestant.lr_factor}
     args = argparse.Namespace(**vars(args) | own)
-    model = None
-    if start is not None and start.exists():
-        model = new_model(args)
+    Float8Operands.gradient_codes = contestant.gradients
+    is_loaded = start is not None and start.exists()
+    model = new_model(args)
+    if is_loaded:
         model.load_state_dict(torch.load(start, map_location=args.device))
+    if contestant.torchao is not None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(contestant.torchao)
+        config = dataclasses.replace(config, emulate=args.device == "cpu")
+        convert_to_float8_training(model.blocks, config=config)
     run = build_run(
         args, contestant.format, contestant.optimizer, contestant.recipe, model, contestant.states
     )
@@ -161,7 +199,7 @@ def measure(
             f"val {validation_loss[run.step]:.4f}  {speeds[-1]:>9,.0f} tokens/s",
             flush=True,
         )
-    if start is not None and model is None:
+    if start is not None and not is_loaded:
         weights = {
             name: value.dequantize() if isinstance(value, fp4adam.QuantizedTensor) else value
             for name, value in run.model.state_dict().items()

@@ -1,6 +1,6 @@
 """The table and the picture of what numerics.py has recorded, in one file or several.
 
-    python benchmarks/numerics_report.py FILE [FILE ...] [--png numerics.png]
+    python benchmarks/numerics_report.py FILE [FILE ...] [--png numerics.png [--drawn "A;B"]]
 
 prints Markdown, without a device and without torch. A run that is in two files is taken from the
 last one.
@@ -113,7 +113,7 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
         from matplotlib.figure import Figure  # only here, so that the table does without
     except ImportError:
         raise SystemExit(f"no {path}: install matplotlib (pip install '.[demo]')") from None
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     largest, first = 0.0, 0
     kinds = [name.partition(", seed ")[0] for name in runs if name not in BASELINES]
@@ -150,7 +150,7 @@ def write_plot(path: Path, runs: dict[str, Run]) -> None:
         title="Minus that of BF16, seed 0; grey: as far as seed 1",
     )
     figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="x-small"
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small"
     )
     figure.savefig(path, dpi=150)
 
@@ -166,11 +166,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--png", type=Path, help="draw the picture to this file too")
+    parser.add_argument(
+        "--drawn", default="", metavar="NAME;NAME", help="the runs beside BF16 in it; all if empty"
+    )
     args = parser.parse_args()
     runs = load_runs(args.files)
     print(markdown(runs))
     if args.png:
-        write_plot(args.png, runs)
+        drawn = {*BASELINES, *args.drawn.split(";")} if args.drawn else runs.keys()
+        write_plot(args.png, {name: run for name, run in runs.items() if name in drawn})
 
 
 if __name__ == "__main__":

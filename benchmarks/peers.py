@@ -157,22 +157,22 @@ class UnfusedAdam:
 
     def __init__(self, params: list[Parameter]) -> None:
         self.params = params
-        self.masters = [param.detach().dequantize(torch.float32) for param in params]
-        self.adam = torch.optim.AdamW(self.masters, **HYPER, fused=True)
+        self.values = [param.detach().dequantize(torch.float32) for param in params]
+        self.adam = torch.optim.AdamW(self.values, **HYPER, fused=True)
 
     @property
     def state(self) -> dict[Parameter, dict[str, Tensor]]:
         """The state per parameter, masters included."""
-        pairs = zip(self.params, self.masters, strict=True)
+        pairs = zip(self.params, self.values, strict=True)
         return {p: {"master_param": master, **self.adam.state[master]} for p, master in pairs}
 
     @torch.no_grad()
     def step(self) -> None:
         """Update all parameters."""
-        for param, master in zip(self.params, self.masters, strict=True):
+        for param, master in zip(self.params, self.values, strict=True):
             master.grad = param.grad.float()
         self.adam.step()
-        for param, master in zip(self.params, self.masters, strict=True):
+        for param, master in zip(self.params, self.values, strict=True):
             param.quantize_(master)
         self.adam.zero_grad()  # the copies live as long as a step
 

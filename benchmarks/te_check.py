@@ -482,7 +482,7 @@ def reference_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
         off = (values - reference).abs().max().item() / reference.abs().max().item()
         try:
             torch.testing.assert_close(master, reference.detach())
-            ok = type(weight) is kind and off < {8: 0.0625, 4: 0.25}[quantizer.layout.code_bits]
+            ok = type(weight) is kind and off < 2.0 ** -(quantizer.layout.code_type.bits // 2)
         except AssertionError:
             ok = False
         row = {"masters apart": apart, "weights apart": off}

@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     model = build(args)
     train(model, args)
-    kinds = {type(p) for p in model.parameters()} - {torch.nn.Parameter}
+    kinds = {type(getattr(p, "quantizer", None)) for p in model.parameters()}
     # Float8Block has a layout of its own.
-    layout = "fp8" if kinds == {fp4adam.Float8BlockTensor} else "compressed-tensors"
+    layout = "fp8" if fp4adam.Float8BlockQuantizer in kinds else "compressed-tensors"
     fp4adam.export_checkpoint(model, args.out, layout)
     config = json.loads((args.out / "config.json").read_text())["quantization_config"]
     size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))

@@ -132,7 +132,7 @@ def build_run(
     """
     model = model or new_model(args)
     model.to(DTYPES.get(weight_format, torch.float32))
-    if weight_format in QUANTIZED:
+    if recipe is not None or weight_format in QUANTIZED:
         fp4adam.quantize_model(model, recipe or recipe_of(args, weight_format))
     if args.compile:
         torch.compiler.reset()  # blocks of all runs share their code, and torch counts its versions

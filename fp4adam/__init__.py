@@ -13,37 +13,20 @@ from fp4adam.checkpoints.updates import UpdateLost as UpdateLost
 from fp4adam.checkpoints.updates import WeightReceiver as WeightReceiver
 from fp4adam.checkpoints.updates import WeightSender as WeightSender
 from fp4adam.checkpoints.updates import WeightUpdate as WeightUpdate
-from fp4adam.distributed import collectives as collectives
-from fp4adam.distributed import fsdp as fsdp
-from fp4adam.distributed import tensor_parallel as tensor_parallel
-from fp4adam.distributed.cast import PartialCast as PartialCast
+from fp4adam.distributed import collectives as _collectives
 from fp4adam.distributed.shards import check_shards as check_shards
-from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
-from fp4adam.distributed.zero import (
-    cast_master_weights_to_nvfp4 as cast_master_weights_to_nvfp4,
-)
-from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
-from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
-from fp4adam.distributed.zero import replace_raw_data as replace_raw_data
 from fp4adam.formats.float8 import Float8Quantizer as Float8Quantizer
-from fp4adam.formats.float8 import Float8Tensor as Float8Tensor
 from fp4adam.formats.float8_block import Float8BlockQuantizer as Float8BlockQuantizer
-from fp4adam.formats.float8_block import Float8BlockTensor as Float8BlockTensor
 from fp4adam.formats.mxfp4 import MXFP4Quantizer as MXFP4Quantizer
-from fp4adam.formats.mxfp4 import MXFP4Tensor as MXFP4Tensor
 from fp4adam.formats.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
-from fp4adam.formats.mxfp8 import MXFP8Tensor as MXFP8Tensor
 from fp4adam.formats.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
-from fp4adam.formats.nvfp4 import NVFP4Tensor as NVFP4Tensor
 from fp4adam.formats.scale_groups import hf_scale_groups as hf_scale_groups
-from fp4adam.interop import torchao as torchao
-from fp4adam.interop import transformer_engine as transformer_engine
+from fp4adam.interop import torchao as _torchao
 from fp4adam.interop.adapter import TensorAdapter as TensorAdapter
 from fp4adam.interop.adapter import register_adapter as register_adapter
 from fp4adam.interop.transformer_engine import workspaces_of as workspaces_of
-from fp4adam.nn import grouped_mm as grouped_mm
-from fp4adam.nn import linear as linear
-from fp4adam.nn import parallel_linear as parallel_linear
+from fp4adam.nn import linear as _linear
+from fp4adam.nn import transposed_weight as _transposed_weight
 from fp4adam.nn.dequantize_model import dequantize_model as dequantize_model
 from fp4adam.nn.quantize_model import is_hidden_linear as is_hidden_linear
 from fp4adam.nn.quantize_model import quantize_model as quantize_model
@@ -57,12 +40,9 @@ from fp4adam.optim.fp4_adam import FP4Adam as FP4Adam
 from fp4adam.optim.fused_adam import FusedAdam as FusedAdam
 from fp4adam.optim.gradient_release import GradientRelease as GradientRelease
 from fp4adam.optim.master_weight_optimizer import MasterWeightOptimizer as MasterWeightOptimizer
-from fp4adam.tensors import operators as operators
+from fp4adam.tensors import operators as _operators
 from fp4adam.tensors.quantized_tensor import QuantizedTensor as QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer as Quantizer
-from fp4adam.tensors.swizzle import swizzle_scales as swizzle_scales
-from fp4adam.tensors.swizzle import unswizzle_scales as unswizzle_scales
-from fp4adam.tensors.transpose import build_columnwise as build_columnwise
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,7 @@
 """Quantized weights as primary weights, under the names of Megatron's ``core.fp8_utils``.
 
 Those that Megatron's distributed optimizer, its parameter buffers and its checkpoints call.
-``HAVE_TE`` tells whether Transformer Engine is installed; nothing here imports it. The other flags
-tell whether there is a class of tensors: always, as they are this package's.
+``HAVE_TE`` tells whether Transformer Engine is installed; the other flags are always true.
 """
 
 import contextlib
@@ -14,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp4adam.distributed.cast_span import Out
-from fp4adam.distributed.zero import (
-    post_all_gather_processing as post_all_gather_processing,
-)
-from fp4adam.distributed.zero import quantize_master_weights, replace_raw_data
+from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
+from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
+from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
+from fp4adam.distributed.zero import replace_raw_data as replace_raw_data
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor
-from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.interop.transformer_engine import is_te_tensor
 from fp4adam.nn.quantize_model import quantized_init
@@ -31,13 +29,11 @@ from fp4adam.tensors.quantizer import Quantizer
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE_FP8_TENSOR_CLASS = HAVE_TE_MXFP8TENSOR = True
 FP8_TENSOR_CLASS = QuantizedTensor
+_RECIPES = dict(tensorwise=Float8Quantizer, blockwise=Float8BlockQuantizer, mxfp8=MXFP8Quantizer)
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is quantized, in any format, by this package or Transformer Engine.
-
-    As in Megatron, where the class behind it is the base of all quantized tensors.
-    """
+    """Whether ``tensor`` is quantized, in any format, by this package or Transformer Engine."""
     return isinstance(tensor, QuantizedTensor) or is_te_tensor(tensor)
 
 
@@ -47,10 +43,7 @@ def is_mxfp8tensor(tensor: Any) -> bool:
 
 
 def is_grouped_tensor(tensor: Any) -> bool:
-    """False: a stack of weights, [weights, rows, cols], is one tensor here like any other.
-
-    A ``GroupedTensor`` of Transformer Engine is refused by name where it is used.
-    """
+    """False: a stack of weights, [weights, rows, cols], is one tensor here like any other."""
     return False
 
 
@@ -64,24 +57,20 @@ def copy_tensor_to_quantized_param(param: Tensor, src: Tensor) -> None:
 
 def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
     """:func:`copy_tensor_to_quantized_param` for as many parameters; else ValueError."""
-    if len(params) != len(srcs):
-        raise ValueError(
-            f"srcs must have one entry per parameter, {len(params)}, got {len(srcs)}; pass the "
-            "values in the order of the parameters"
-        )
     for param, src in zip(params, srcs, strict=True):
         copy_tensor_to_quantized_param(param, src)
 
 
 def dequantize_fp8_tensor(fp8_tensor: Tensor) -> Tensor:
     """The values in the tensor's nominal dtype; ValueError if it is not a quantized tensor."""
-    if not is_float8tensor(fp8_tensor):
-        raise ValueError(
-            f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other "
-            "tensors have their values already"
-        )
-    own = BorrowedTensor(fp8_tensor).tensor if is_foreign(fp8_tensor) else fp8_tensor
-    return own.dequantize()
+    if is_te_tensor(fp8_tensor):
+        return BorrowedTensor(fp8_tensor).tensor.dequantize()
+    if isinstance(fp8_tensor, QuantizedTensor):
+        return fp8_tensor.dequantize()
+    raise ValueError(
+        f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other tensors "
+        "have their values already"
+    )
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:
@@ -89,30 +78,26 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
     return 32 if getattr(fp8_recipe, "value", fp8_recipe) == "mxfp8" else 16
 
 
-def modify_underlying_storage(tensor: Tensor, new_raw_data: Tensor) -> None:
-    """:func:`fp4adam.replace_raw_data`."""
-    replace_raw_data(tensor, new_raw_data)
+modify_underlying_storage = replace_raw_data
 
 
-def quantize_param_shard(
-    model_params: Sequence[Tensor],
-    main_params: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    data_parallel_group: dist.ProcessGroup | None,
-    fsdp_shard_model_params: Sequence[Out] | None = None,
-) -> None:
-    """:func:`fp4adam.quantize_master_weights` before a caller's own all-gather.
+def before_all_gather(quantize: Callable[..., None]) -> Callable[..., None]:
+    """``quantize`` with Megatron's arguments, before an all-gather of the caller's own."""
 
-    :func:`fp4adam.post_all_gather_processing` comes after it.
-    """
-    quantize_master_weights(
-        model_params,
-        main_params,
-        start_offsets,
-        data_parallel_group,
-        fsdp_shard_model_params,
-        manual_post_all_gather_processing=True,
-    )
+    def quantize_shard(
+        model_params: Sequence[Tensor],
+        main_params: Sequence[Tensor | None],
+        start_offsets: Sequence[int | None],
+        data_parallel_group: dist.ProcessGroup | None,
+        fsdp_shard_model_params: Sequence[Out] | None = None,
+    ) -> None:
+        arguments = model_params, main_params, start_offsets, data_parallel_group
+        quantize(*arguments, fsdp_shard_model_params, manual_post_all_gather_processing=True)
+
+    return quantize_shard
+
+
+quantize_param_shard = before_all_gather(quantize_master_weights)
 
 
 def correct_amax_history_if_needed(model: Iterable[nn.Module]) -> None:
@@ -120,12 +105,10 @@ def correct_amax_history_if_needed(model: Iterable[nn.Module]) -> None:
 
 
 def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
-    """Whether a layer is among the first and last that stay in BF16.
+    """Whether a layer, counted from 0, is among the first and last that stay in BF16.
 
-    Args:
-        config: Any object with ``first_last_layers_bf16``, ``num_layers``,
-            ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.
-        layer_no: Index of the layer, from 0; -1 is none in particular.
+    ``config`` has ``first_last_layers_bf16``, ``num_layers``, ``num_layers_at_start_in_bf16`` and
+    ``num_layers_at_end_in_bf16``; -1 is no layer in particular.
     """
     if layer_no < 0 or not config.first_last_layers_bf16:
         return False
@@ -136,14 +119,8 @@ def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
 def get_fp8_recipe(config: Any) -> Quantizer:
     """The quantizer of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
 
-    Args:
-        config: Any object with ``fp8_recipe``: "tensorwise", "blockwise", "mxfp8", or "delayed",
-            which also takes ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and
-            ``fp8_margin``; or an enum of such a value.
-
-    Raises:
-        ValueError: For another recipe, such as "custom", whose factory makes quantizers of
-            Transformer Engine.
+    ``config.fp8_recipe`` is "tensorwise", "blockwise", "mxfp8" or "delayed", which also takes
+    ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and ``fp8_margin``; or an enum of these.
     """
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
     if recipe == "delayed":
@@ -153,36 +130,35 @@ def get_fp8_recipe(config: Any) -> Quantizer:
             amax_compute_algo=config.fp8_amax_compute_algo,
             margin=config.fp8_margin,
         )
-    quantizers = {
-        "tensorwise": Float8Quantizer,
-        "blockwise": Float8BlockQuantizer,
-        "mxfp8": MXFP8Quantizer,
-    }
-    if recipe not in quantizers:
-        raise ValueError(
-            f"fp8_recipe must be one of delayed, {', '.join(quantizers)}, got {recipe!r}; for "
-            "other options pass a quantizer to fp4adam.quantized_init"
-        )
-    return quantizers[recipe]()
+    if recipe in _RECIPES:
+        return _RECIPES[recipe]()
+    raise ValueError(
+        f"fp8_recipe must be one of delayed, {', '.join(_RECIPES)}, got {recipe!r}; for other "
+        "options pass a quantizer to fp4adam.quantized_init"
+    )
 
 
 def get_fp8_context(
     config: Any, layer_no: int = -1, is_init: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The context that Megatron builds or runs a layer in.
+    """The context that Megatron builds (``is_init``) or runs a layer in.
 
-    Args:
-        config: Any object with the entries of Megatron's ``TransformerConfig``: ``fp8``,
-            ``fp8_param``, and those of :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe`.
-        layer_no: Index of the layer, from 0; -1 is none in particular.
-        is_init: Whether the layer is built, rather than run.
-
-    Returns:
-        ``quantized_init`` of the recipe where a layer with quantized weights is built, else a
-        context that does nothing. ValueError as for :func:`get_fp8_recipe`.
+    ``quantized_init`` of the recipe where a layer with quantized weights is built, else one that
+    does nothing. ``config`` has ``fp8``, ``fp8_param``, and the entries that
+    :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe` read.
     """
     is_wanted = config.fp8_param if is_init else config.fp8
     return layer_context(is_wanted, config, layer_no, is_init, get_fp8_recipe)
+
+
+def layer_context(
+    is_wanted: Any, config: Any, layer_no: int, is_init: bool, recipe: Callable[[Any], Quantizer]
+) -> contextlib.AbstractContextManager:
+    """The context of a layer: that of ``recipe(config)`` if it is built with quantized weights."""
+    if not is_wanted or is_first_last_bf16_layer(config, layer_no):
+        return contextlib.nullcontext()
+    quantizer = recipe(config)
+    return quantized_init(quantizer) if is_init else contextlib.nullcontext()
 
 
 def get_fp8_disabled_context(
@@ -190,17 +166,3 @@ def get_fp8_disabled_context(
 ) -> contextlib.AbstractContextManager:
     """The context for a part of a layer that stays in high precision; ``config`` is ignored."""
     return quantized_init(enabled=False) if is_init else contextlib.nullcontext()
-
-
-def layer_context(
-    is_wanted: Any,
-    config: Any,
-    layer_no: int,
-    is_init: bool,
-    recipe: Callable[[Any], Quantizer],
-) -> contextlib.AbstractContextManager:
-    """The context of a layer: that of ``recipe(config)`` if it is built with quantized weights."""
-    if not is_wanted or is_first_last_bf16_layer(config, layer_no):
-        return contextlib.nullcontext()
-    quantizer = recipe(config)
-    return quantized_init(quantizer) if is_init else contextlib.nullcontext()

@@ -422,7 +422,7 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
 
 def format_of(layout: Any, dtype: Any = torch.float32, **others: Any) -> Format:
     """The format of a ``Layout``, for values that have been rounded to ``dtype``."""
-    scale, code = layout.scale_type or "", layout.code_type
+    scale, code = layout.scale_type or "", layout.code_type.name
     rule = layout.scale_rule
     return Format(
         code,

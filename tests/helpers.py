@@ -160,6 +160,13 @@ def quantized(params: Iterable[Tensor]) -> list[QuantizedTensor]:
     return [param for param in params if isinstance(param, QuantizedTensor)]
 
 
+def value_of(param: Tensor) -> Tensor:
+    """A copy of a parameter's value in FP32."""
+    if isinstance(param, QuantizedTensor):
+        return param.detach().dequantize(torch.float32)
+    return param.detach().to(torch.float32, copy=True)
+
+
 def stored(param: Tensor) -> dict[str, Tensor]:
     """The tensors that hold the value of a parameter."""
     if isinstance(param, QuantizedTensor):

@@ -21,7 +21,7 @@ from fp4adam import (
     QuantizedTensor,
     Quantizer,
 )
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 
 aten = torch.ops.aten
 E4M3 = SimpleNamespace(name="kFloat8E4M3")

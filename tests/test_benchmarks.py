@@ -1,7 +1,6 @@
 """The programs in benchmarks/: every optimizer is measured, and what must move is counted right."""
 
 import contextlib
-import csv
 import importlib.util
 import io
 import json
@@ -25,7 +24,6 @@ BENCHMARKS = ROOT / "benchmarks"
 
 ONLY = "torch AdamW;FusedAdam, FP32;FusedAdam, BF16;FP4Adam;Unfused;MasterWeight;FlashAdamW"
 BROKEN = "flashoptim FlashAdamW, 24-bit masters"
-MODELS = ("gpt", "small-tensors", "ragged", "large", "huge", "gpt2-124m", "vit-l", "llama-8b")
 # "gpt" with its sides divided by 64 and rounded down to multiples of 32.
 SHAPES = [(32, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
 TIMES = (
@@ -73,14 +71,12 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     (folder / "flashoptim.py").write_text("raise OSError('a broken\\nbuild')")
     path = folder / "new" / "step.json"
-    options = "--device cpu --scale 64 --repeats 1 --model all".split()
+    options = "--device cpu --scale 64 --repeats 1 --model gpt".split()
     return path, run("step.py", *options, "--only", ONLY, "--json", path, path=[folder])
 
 
-def rows(measured, model):
-    return {
-        r["name"]: r for r in json.loads(measured[0].read_text())["results"] if r["model"] == model
-    }
+def rows(measured):
+    return {row["name"]: row for row in json.loads(measured[0].read_text())["results"]}
 
 
 def padded(n, multiple):
@@ -124,7 +120,7 @@ def weight_bytes(name, rows, cols):
     ],
 )
 def test_bytes(name, weight, grad, states, reads_weight, measured):
-    row = rows(measured, "gpt")[name]
+    row = rows(measured)[name]
     numel = sum(m * n for m, n in SHAPES)
     weights = sum(weight_bytes(weight, m, n) for m, n in SHAPES)
     moved = (grad + 2 * states) * numel + (2 if reads_weight else 1) * weights
@@ -134,13 +130,12 @@ def test_bytes(name, weight, grad, states, reads_weight, measured):
     assert row["state_bytes_per_param"] == states
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_optimizer_is_measured_on_every_model(model, measured):
-    results = rows(measured, model)
+def test_every_optimizer_is_measured(measured):
+    results = rows(measured)
     of_engine = [r for r in results.values() if r["kind"] == "Transformer Engine"]
     assert all("error" in row for row in of_engine)  # it is not installed
     results = {name: r for name, r in results.items() if r not in of_engine}
-    assert (len(results), len(of_engine)) == {"gpt": (42, 5), "llama-8b": (2, 0)}.get(model, (5, 0))
+    assert (len(results), len(of_engine)) == (42, 5)
     for row in [r for name, r in results.items() if name != BROKEN]:
         assert all(row[key] > 0 for key in TIMES), row
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -148,31 +143,21 @@ def test_every_optimizer_is_measured_on_every_model(model, measured):
 
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on(measured):
-    assert rows(measured, "gpt")[BROKEN]["error"] == "a broken build"
+    assert rows(measured)[BROKEN]["error"] == "a broken build"
     assert measured[1].count(f"{BROKEN:40s}   not measured: a broken build\n") == 1
 
 
-def test_files(measured):
+def test_markdown_and_pictures(measured):
     path, _ = measured
-    content = json.loads(path.read_text())
-    assert content["about"]["versions"]["torch"] == torch.__version__
-    with path.with_suffix(".csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["name"] for line in lines] == [row["name"] for row in content["results"]]
-    assert float(lines[0]["ms"]) == content["results"][0]["ms"]
     if importlib.util.find_spec("matplotlib") is not None:
         for name in ("step.png", "step_memory.png"):
             assert path.with_name(name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_markdown(measured):
-    path, _ = measured
     out = report("report.py", path, "--model", "gpt", "--only", "FP4Adam, NVFP4;FlashAdamW")
     title, rule, nvfp4, *others = out.splitlines()
     assert title.startswith("| gpt: 0 M parameters in 5 tensors | ms | bytes per parameter |")
     assert nvfp4.startswith("| FP4Adam, NVFP4 | ")
     assert nvfp4.count("|") == title.count("|") == rule.count("|")
-    assert f"{rows(measured, 'gpt')['FP4Adam, NVFP4']['bytes_per_param']:.2f}" in nvfp4
+    assert f"{rows(measured)['FP4Adam, NVFP4']['bytes_per_param']:.2f}" in nvfp4
     assert f"{BROKEN}: not measured (a broken build)" in others
     assert not any("MXFP8" in line for line in others[:-1])
 
@@ -186,7 +171,6 @@ def scaled(tmp_path_factory):
         (None, "--exact", 3),
         (2, "--exact", 3),
         (2, "--exact", 3, "--ddp", "--only", "FusedAdam;NVFP4"),
-        (2, "--repeats", 1, "--ddp", "--only", "NVFP4", "--profile"),
     ):
         common = ("--device", "cpu", "--layers", 1, "--out", path)
         run("scaling.py", *common, *options, processes=processes)
@@ -213,7 +197,7 @@ def test_bytes_between_processes(scaled):
 
 
 def test_bits_do_not_depend_on_the_number_of_processes(scaled):
-    _, one, two, replicas, _ = scaled[1]
+    _, one, two, replicas = scaled[1]
     named = {row["name"]: row for row in one}
     for replica in replicas:
         alone = named[replica["name"].removesuffix(" (DDP)")]
@@ -228,28 +212,15 @@ def test_bits_do_not_depend_on_the_number_of_processes(scaled):
     assert len({row["digests"]["weights"] for row in one}) == 5
 
 
-def test_where_the_time_of_the_host_goes(scaled):
-    (row,) = scaled[1][-1]
-    times = [entry["us"] for entry in row["host_times"]]
-    assert len(times) == 30
-    assert times == sorted(times, reverse=True) and times[0] > 0
-    named = {entry["what"]: entry["calls"] for entry in row["host_times"]}
-    assert named["Optimizer.step#FP4Adam.step"] == 1
-
-
 def test_tables_of_several_processes(scaled, tmp_path):
     path, runs = scaled
-    out = report("scaling_report.py", path)
-    assert out.count("| FP4Adam, NVFP4 | 2 | ") == 2
-    assert f"{runs[0][2]['forward_all_gather_MB']:.1f}" in out
-    assert out.count("| all 3 | ") == 5
-    assert "torchrun --nproc-per-node 2" in out
     content = json.loads(path.read_text())
     row = content["runs"][2]["results"][0]
-    row["losses"][1] = "0x0p+0"
-    row["digests"]["exp_avg"] = "changed"
+    row["losses"][1], row["digests"]["exp_avg"] = "0x0p+0", "changed"
     (tmp_path / "changed.json").write_text(json.dumps(content))
     out = report("scaling_report.py", tmp_path / "changed.json")
+    assert f"{runs[0][2]['forward_all_gather_MB']:.1f}" in out
+    assert out.count("| all 3 | ") == 4
     assert "| differ from step 2 | differ: exp_avg |" in out
 
 
@@ -357,19 +328,16 @@ def test_losses_beside_bf16(trained):
 
 
 def test_table_and_picture_of_losses(trained, tmp_path):
-    picture = ("--png", tmp_path / "numerics.png") if importlib.util.find_spec("matplotlib") else ()
+    pytest.importorskip("matplotlib")
     path, content = trained
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, part in zip(files, (slice(1), slice(1, None)), strict=True):
-        file.write_text(json.dumps({"runs": content["runs"][part]}))
-    out = report("numerics_report.py", *files, *picture)
-    assert out == report("numerics_report.py", path)
+    picture = tmp_path / "numerics.png"
+    out = report("numerics_report.py", path, "--png", picture, "--drawn", "NVFP4 2D")
     held_out = [sum(run["last_validation_losses"]) / 64 for run in content["runs"]]
     line = next(line for line in out.splitlines() if line.startswith("| NVFP4 2D | "))
     gap = held_out[2] - (held_out[0] + held_out[1]) / 2
     assert f"| {held_out[2]:.4f} | {gap:+.4f} ± " in line
     assert f"two seeds: {abs(held_out[0] - held_out[1]):.4f} nats" in out
-    assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 # Quantization-aware training, and updates of engines

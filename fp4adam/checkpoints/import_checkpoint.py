@@ -108,7 +108,7 @@ class _Import:
         device: torch.device | None,
     ) -> None:
         self.model = unwrapped(model)
-        check_no_replica(model.modules(), [*model.parameters()])
+        check_no_replica(model.modules())
         self.device = torch.get_default_device() if device is None else device
         self._unfilled = _modules_to_fill(self.model)
         tensors, extra = model_state(self.model)
@@ -165,7 +165,7 @@ class _Import:
         }
         for layer, param in new.items():
             check_attributes(layer, self.weight(layer), param)
-            param._shared.name = self.parameter_name(layer)
+            param.parameter_name = self.parameter_name(layer)
         plain = self.plain_values()
         transposed = {
             self.places[id(self.weight(n))][0] for n in new if self.shape(n) != self.weight(n).shape
@@ -319,7 +319,7 @@ class _Import:
         """A new quantized weight."""
         old, quantizer = self.weight(layer), self.quantizer
         if is_dtensor(old):
-            spec = local(old)._shared.global_spec
+            spec = local(old).global_spec
             quantizer = local(old).quantizer if spec is None else spec.quantizer
         device = self._home(local(old))
         if device.type == "meta":

@@ -13,14 +13,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fp4adam.formats import nvfp4
+from fp4adam.formats import minifloat, nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mx import BLOCK as MX_BLOCK
 from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import minifloat
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer

@@ -198,7 +198,7 @@ def _check_whole_linear(
             f"exported, got rows {rows_of_it[0]} to {rows_of_it[1]} of {name!r}, which share "
             "scales with others; leave it in high precision (filter=...)"
         )
-    if weight._shared.global_spec is None and not is_whole_blocks(weight):
+    if weight.global_spec is None and not is_whole_blocks(weight):
         raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
 

@@ -7,7 +7,7 @@ other ranks, which the ranks exchange after measuring.
 import copy
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors import backend, encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
-from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantized_tensor import QuantizedTensor, mark_written
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
@@ -70,15 +70,14 @@ class SpanCast:
             for one, value, out in zip(self._spans, values, outs, strict=True):
                 one.write(value, out)
             build_gemm_scales(weights)
-        versioned = chain.from_iterable(each._shared.tensors.versioned for each in weights)
-        torch.autograd.graph.increment_version([*weights, *versioned])
+        mark_written(weights)
 
     def _launches_for(self, values: Sequence[Tensor | None], outs: Sequence[Out]) -> "CastLaunches":
         """The launches on this memory: those of the last call, if it was the same."""
         from fp4adam.distributed.cast_launch import CastLaunches
 
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        tensors = [one.weight._shared.tensors for one in self._spans]
+        tensors = [one.weight.inner for one in self._spans]
         memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
         memory += [x.data_ptr() for out in outs for x in as_pair(out) if x is not None]
         known = stream, tensors, memory
@@ -249,7 +248,7 @@ def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> 
                 f"{name}[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a {kind}; "
                 "quantize_model makes such parameters"
             )
-        if not weight.quantizer.layout.casts_in_parts:
+        if not weight.quantizer.layout.rows_per_entry:
             raise ValueError(
                 f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
                 f"{kind} with {weight.quantizer}: its columnwise codes need whole columns; make it "
@@ -283,8 +282,8 @@ class LocalCast(SpanCast):
         self._tensors, spans = list(tensors), []
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             n, cols = rows.matrix_shape(tensor)
-            shape, first = (rows.stored_rows(tensor), cols), tensor._first_row
-            matrix = type(tensor)(shape, tensor.dtype, tensor.quantizer, tensor._shared.tensors)
+            shape, first = (rows.stored_shape(tensor)[0], cols), tensor._first_row
+            matrix = type(tensor)(shape, tensor.dtype, tensor.quantizer, tensor.inner)
             span = Span(shape, first * cols, (first + n) * cols)
             spans.append(CastSpan(matrix, span, dtype))
         super().__init__(spans, tensors[0].device)
@@ -355,7 +354,7 @@ def cast(
         given = [values[i].contiguous() for i in members]
         one.measure(given)
         exchanged = [
-            (infos[i], Exchanged(tensors[i]._shared.global_spec, *amaxes, scales[i]))
+            (infos[i], Exchanged(tensors[i].global_spec, *amaxes, scales[i]))
             for i, amaxes in zip(members, one.exchanged, strict=True)
         ]
         for exchange in exchanges(exchanged):

@@ -61,7 +61,7 @@ class CastLaunches:
             if one.layout.tensor_scale == "delayed":
                 histories[one.weight.quantizer].append(one)
         self._histories = [
-            (quantizer, [one.weight._shared.tensors for one in alike], [one.amax for one in alike])
+            (quantizer, [one.weight.inner for one in alike], [one.amax for one in alike])
             for quantizer, alike in histories.items()
         ]
 
@@ -85,7 +85,7 @@ def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
     fields = {"start": start, "stop": stop, "rows": rows, "cols": cols}
     if value is not None:
         fields["value"] = value.data_ptr() - start * value.element_size()
-    inner = one.weight._shared.tensors.addresses()
+    inner = one.weight.inner.addresses()
     if one.amax is not None:
         fields["tensor_amax"] = one.amax.data_ptr()
         fields["amax"] = inner["amax"]

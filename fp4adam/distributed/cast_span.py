@@ -40,12 +40,12 @@ class CastSpan:
     @property
     def nbytes(self) -> int:
         """Number of bytes that hold codes of the span, in one direction."""
-        per_byte, (_, start, stop) = 8 // self.layout.code_bits, self.span
+        per_byte, (_, start, stop) = 8 // self.layout.code_type.bits, self.span
         return -(-stop // per_byte) - start // per_byte if stop > start else 0
 
     def targets(self, out: Out) -> dict[str, encoding.FlatCodes]:
         """By direction, the flat memory to write codes to, and the code byte that it starts at."""
-        tensors, first_byte = self.weight._shared.tensors, self.span.start * self.layout.code_bits
+        tensors, first_byte = self.weight.inner, self.span.start * self.layout.code_type.bits
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
         return {
             usage: (getattr(tensors, f"{usage}_data").view(-1), 0)
@@ -56,9 +56,9 @@ class CastSpan:
 
     def write(self, value: Tensor | None, out: Out) -> None:
         """Write all scales of the weight, and the codes of the span, by operators."""
-        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight._shared.tensors
+        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight.inner
         if self.amax is not None:
-            quantizer.take_amax(tensors, self.amax)
+            quantizer.take_amaxes([tensors], [self.amax])
         factors = {}
         for usage in layout.blocks:
             grid = self.grids.get(usage, tensors.amax)

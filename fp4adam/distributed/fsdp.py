@@ -32,7 +32,7 @@ from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
-from fp4adam.tensors.swizzle import build_gemm_scales, scales_of
+from fp4adam.tensors.swizzle import build_gemm_scales, new_gemm_scale
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -113,7 +113,7 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
             dist.all_gather([*outputs[name].chunk(n_shards)], own, place.group)
         else:
             outputs[name].copy_(own)
-    known = {name: getattr(shard._shared.tensors, name).to(place.device) for name in names}
+    known = {name: getattr(shard.inner, name).to(place.device) for name in names}
     return _whole_codes(shard, outputs, known, dtype, None)[0]
 
 
@@ -144,12 +144,13 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
             shape = (1,) if name == "amax" else (n_shards, *entries.shape)
             strides = torch.empty(shape, device="meta").stride()
             stacks[name] = _Stack(i, entries.dtype, shape, strides)
-    return Gathering(shard._shared.tensors, tuple(inputs.values()), tuple(inputs), known, stacks)
+    return Gathering(shard.inner, tuple(inputs.values()), tuple(inputs), known, stacks)
 
 
 def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
     # The composable replicate() passes a mesh on which every rank has the whole weight.
-    return mesh.size() if spec.is_divided else 1
+    # With a first dimension of 0 or 1, all shards but at most one are empty.
+    return mesh.size() if spec.chunk < spec.shape[0] or spec.shape[0] <= 1 else 1
 
 
 def _entries_to_gather(
@@ -160,7 +161,7 @@ def _entries_to_gather(
     ``codes``: Gather the codes of both directions, unless one can be derived from the other; else
     only what is needed to decode the values.
     """
-    tensors, spec, first = shard._shared.tensors, _global_spec(shard), shard._first_row
+    tensors, spec, first = shard.inner, _global_spec(shard), shard._first_row
     inputs, known = {}, ()
     for name, rows in shard.quantizer.layout.rows_per_entry.items():
         if not codes and name.startswith("columnwise"):
@@ -189,7 +190,7 @@ def _known(
     They are not copied: a step that writes them makes the gathered codes stale too.
     """
     tensors = {name: getattr(metadata.storage, name) for name in names}
-    if metadata.storage is not shard._shared.tensors:
+    if metadata.storage is not shard.inner:
         # FSDP2 has copied an offloaded shard, in another stream, and drops the copy before the
         # kernels of this stream have read it.
         for tensor in tensors.values():
@@ -207,7 +208,7 @@ def _pack(
     before the codes makes up for the ranks' different first rows; scales come before it.
     """
     shard._keep_left()
-    inner, spec = shard._shared.tensors.existing(), _global_spec(shard)
+    inner, spec = shard.inner.existing(), _global_spec(shard)
     furthest = _furthest_first_row(spec, n_shards)
     starts, entry_starts, size, gathered = {}, {}, 0, 0
     for name in reversed(inputs) if furthest else inputs:
@@ -228,7 +229,7 @@ def _pack(
             shape = n_shards, *entries.shape
             strides = gathered // dtype.itemsize, *part.stride()
             stacks[name] = _Stack(0, dtype, shape, strides, entry_starts[name] // dtype.itemsize)
-        shard._shared.tensors = storage = Storage.of(inner)
+        shard.inner = storage = Storage.of(inner)
     return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
 
 
@@ -252,7 +253,7 @@ def _can_pack(spec: GlobalSpec, n_shards: int, inputs: dict[str, Tensor]) -> boo
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
-    spec = shard._shared.global_spec
+    spec = shard.global_spec
     if spec is None:
         raise RuntimeError(
             f"a {type(shard).__name__} must have been sharded by fully_shard to be gathered, got "
@@ -338,13 +339,13 @@ def _whole_codes(
     filled = [part.tensor for part in parts.values() if part.refill is not None]
     tensor = type(shard)(spec.shape, dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
-        gemm_scales = {name: pair.swizzled for name, pair in scales_of(tensor).items()}
-        tensor._shared.tensors = tensors.exchange(**gemm_scales)
-        build_gemm_scales([tensor])
+        kept = spec.quantizer.layout.kept
+        gemm_scales = {f"{usage}_gemm_scale_inv": new_gemm_scale(tensor, usage) for usage in kept}
+        tensor.inner = tensors.exchange(**gemm_scales)
         filled += gemm_scales.values()
     tensor._shared.is_gathered = True
     if spec.is_parallel:
-        tensor._shared.global_spec = dataclasses.replace(spec, chunk=spec.shape[0])
+        tensor.global_spec = dataclasses.replace(spec, chunk=spec.shape[0])
     _refills[tensor._shared] = tuple(part.refill for part in parts.values() if part.refill)
     return tensor, tuple(filled)
 

@@ -75,7 +75,7 @@ class ShardInfo(NamedTuple):
             return ()
         from torch.distributed.tensor import Shard
 
-        spec = own._shared.global_spec
+        spec = own.global_spec
         is_parallel = spec is not None and spec.is_parallel
         by_rows, parallel = (sharded[:-1], sharded[-1:]) if is_parallel else (sharded, [])
         # Beside Shard(0) of tensor parallelism, fully_shard has a strided kind of it.

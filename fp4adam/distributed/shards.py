@@ -51,7 +51,7 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         value = shard.written_value()
         value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
-        if shared.init_val is not None or shared.has_optimizer:
+        if shared.init_val is not None or shared.stepped_by:
             # The master weight must start from what has been quantized.
             shared.init_val = value
     shared.unsettled = False
@@ -89,7 +89,7 @@ def check_shards(model: nn.Module) -> None:
             continue
         shard = param._local_tensor
         settle_shard(shard, infos)
-        layout, tensors = shard.quantizer.layout, shard._shared.tensors
+        layout, tensors = shard.quantizer.layout, shard.inner
         grids = [
             getattr(tensors, name).float()
             for name, rows in layout.rows_per_entry.items()
@@ -102,7 +102,7 @@ def check_shards(model: nn.Module) -> None:
                 # A rank without rows does not count: nothing reads its scales.
                 amax = tensors.amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
             signed = [grid * sign for grid in grids]
-            exchanged = Exchanged(shard._shared.global_spec, amax, signed, shard)
+            exchanged = Exchanged(shard.global_spec, amax, signed, shard)
             found = AmaxExchange(info.group, info.device, [(info, exchanged)]).largest() * sign
             if sign == 1:
                 largest = found

@@ -47,7 +47,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     """Whether a tensor that is divided is a quantized parameter, or a part of one."""
     if not isinstance(tensor, QuantizedTensor):
         return False
-    spec = tensor._shared.global_spec
+    spec = tensor.global_spec
     is_part = spec is not None and spec.is_parallel
     return is_part or (_parameter is not None and _parameter() is tensor._shared)
 
@@ -69,8 +69,8 @@ def _shard_tensor(
         # Checked before ranks wait for each other: all have a weight of this shape.
         check_parallel(tensor, self.dim, n_parts)
         if number != src_data_rank:
-            own, tensor = tensor._shared, torch.empty_like(tensor)
-            tensor._shared.name, tensor._shared.scale_group = own.name, own.scale_group
+            own, tensor = tensor, torch.empty_like(tensor)
+            tensor.parameter_name, tensor.scale_group = own.parameter_name, own.scale_group
         dist.broadcast(tensor, group=info.group, group_src=src_data_rank)
     return parallel_part(tensor, self.dim, number, n_parts, info)
 
@@ -83,7 +83,7 @@ def gather_whole(weight: Tensor) -> QuantizedTensor:
     """
     infos, part = ShardInfo.of(weight), weight._local_tensor.detach()
     settle_shard(part, infos)
-    mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part._shared.global_spec
+    mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part.global_spec
     is_parallel = spec is not None and spec.is_parallel
     for dim in sharded[:-1] if is_parallel else sharded:
         part = gather_codes(part, _one_of(mesh, dim), weight.dtype)
@@ -98,7 +98,7 @@ def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> Quant
     """The whole weight from the parts of tensor parallelism, along a dimension of its mesh."""
     mesh, dim = weight.device_mesh, weight.placements[mesh_dim].dim
     tensors, shape, compact = (
-        part._shared.tensors,
+        part.inner,
         tuple(part.shape),
         part.quantizer.without_derived(),
     )

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
+from fp4adam.formats.float8_block import encode_scale
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -123,7 +124,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     def full_layout(self) -> Layout:
         return Layout(
             block=1,
-            code_type="e4m3",
+            code_type=minifloat.E4M3,
             scale_type=None,
             rowwise=Direction(Inner(1, 1)),
             columnwise=Direction(Inner(1, 1, True)),
@@ -142,9 +143,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
 
     def encode_scale(self, amax: Tensor) -> Tensor:
         """The factors that map values to codes, float32, for these amaxes."""
-        return minifloat.e4m3_encode_scale(
-            amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales
-        )
+        return encode_scale(amax, minifloat.FP32_MAX, self.amax_epsilon, self.force_pow_2_scales)
 
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -23,6 +23,25 @@ class Float8BlockTensor(QuantizedTensor):
     [ceil(cols / 128), ceil(rows / 128) to 4]. 1x128 blocks: ``rowwise_scale_inv``
     [ceil(cols / 128), rows to 4], ``columnwise_scale_inv`` [ceil(rows / 128), cols to 4].
     """
+
+
+def encode_scale(amax: Tensor, largest: float, epsilon: float, force_pow_2_scales: bool) -> Tensor:
+    """Factors that map magnitudes up to ``amax`` to those of E4M3, float32.
+
+    Args:
+        amax: Amaxes, float32.
+        largest: The factor where 448 / amax overflows.
+        epsilon: Lower bound of amaxes.
+        force_pow_2_scales: Whether to round factors down to powers of two.
+    """
+    amax = amax.clamp(min=epsilon)
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    scale = torch.full_like(amax, minifloat.E4M3_MAX) / amax
+    scale = torch.where(scale.isinf(), largest, scale)
+    scale = torch.where((amax == 0) | (amax <= minifloat.FP32_MAX).logical_not(), 1.0, scale)
+    if force_pow_2_scales:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +90,7 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
             columnwise = Inner(BLOCK, 1, padding=(1, 4))
         return Layout(
             block=BLOCK,
-            code_type="e4m3",
+            code_type=minifloat.E4M3,
             scale_type="float32",
             rowwise=Direction(Inner(1, 1), rowwise),
             columnwise=Direction(Inner(1, 1, True), columnwise),
@@ -84,7 +103,7 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     ) -> tuple[Tensor, Tensor]:
         # The largest finite value of the dtype where 448 / amax overflows.
         options = torch.finfo(dtype).max, self.amax_epsilon, self.force_pow_2_scales
-        factors = minifloat.e4m3_encode_scale(amaxes, *options)
+        factors = encode_scale(amaxes, *options)
         return 1.0 / factors, factors
 
     def factors(self, scales: Tensor, tensor_amax: Tensor | None) -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
-from fp4adam.tensors.layout import Direction, Inner, Layout
+from fp4adam.formats import minifloat
+from fp4adam.tensors.layout import CodeType, Direction, Inner, Layout
 from fp4adam.tensors.quantizer import Quantizer, T
 
 BLOCK = 32
@@ -22,8 +22,9 @@ class MXQuantizer(Quantizer[T]):
         return minifloat.e8m0_value(scales)
 
 
-def layout(code_type: str, per_byte: int, **options: object) -> Layout:
-    """The layout of codes of which a byte holds so many."""
+def layout(code_type: CodeType, **options: object) -> Layout:
+    """The layout of an MX format with these codes."""
+    per_byte = 8 // code_type.bits
     return Layout(
         block=BLOCK,
         code_type=code_type,

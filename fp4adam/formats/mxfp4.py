@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
-from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -64,7 +64,7 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
 
     def full_layout(self) -> Layout:
         rule = ScaleRule(rounding=ROUNDINGS[self.scale_rounding])
-        return layout("e2m1", 2, is_square=False, scale_rule=rule)
+        return layout(minifloat.E2M1, is_square=False, scale_rule=rule)
 
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype

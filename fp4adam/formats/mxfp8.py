@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
-from fp4adam.tensors import minifloat
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -63,7 +63,7 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
             )
 
     def full_layout(self) -> Layout:
-        return layout("e4m3", 1, is_square=self.two_dimensional)
+        return layout(minifloat.E4M3, is_square=self.two_dimensional)
 
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype

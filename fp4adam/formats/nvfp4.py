@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 from fp4adam.tensors.layout import Direction, Inner, Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
@@ -68,7 +68,7 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
         padding = (128, 4)
         return Layout(
             block=BLOCK,
-            code_type="e2m1",
+            code_type=minifloat.E2M1,
             scale_type="e4m3",
             rowwise=Direction(Inner(1, 2), Inner(1, BLOCK, padding=padding)),
             columnwise=Direction(Inner(2, 1, True), Inner(BLOCK, 1, True, padding)),

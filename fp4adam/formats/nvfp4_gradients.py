@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4adam.formats import minifloat
 from fp4adam.formats.nvfp4 import BLOCK, NVFP4Quantizer
-from fp4adam.tensors import minifloat
+from fp4adam.tensors.encoding import amax_over
 
 # Bit i is set if row i of the Hadamard matrix is negative.
 SIGNS = 0b1101_0111_1110_1000
@@ -45,8 +46,8 @@ def quantize(x: Tensor, *, at_random: bool) -> tuple[Tensor, Tensor, Tensor]:
         Packed codes [rows, cols / 2], scales [rows to 128, cols / 16 to 4] and the amax [1].
     """
     blocks = x.float().unflatten(1, (-1, BLOCK))
-    amaxes = minifloat.amax(blocks, (2,), keeps_nan=True)
-    amax = minifloat.amax(blocks, (0, 1, 2)).view(1)
+    amaxes = amax_over(blocks, (2,), keeps_nan=True)
+    amax = amax_over(blocks, (0, 1, 2)).view(1)
     scales, factors = NVFP4Quantizer().encode(amaxes, amax, torch.float32)
     code = e2m1_stochastic_code if at_random else minifloat.e2m1_code
     codes = minifloat.pack_e2m1(code(blocks * factors.unsqueeze(2))).flatten(1)

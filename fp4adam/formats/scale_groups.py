@@ -182,7 +182,7 @@ def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -
     """Make NVFP4 tensors members of a new group, without changing their bytes."""
     group = ScaleGroup(tuple(names))
     for member in members:
-        member._shared.scale_group = group
+        member.scale_group = group
 
 
 torch.serialization.add_safe_globals([ScaleGroup])

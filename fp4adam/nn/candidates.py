@@ -1,8 +1,10 @@
 """The parameters of a module that can be quantized: weights of linear layers, stacks of experts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
+
+Filter = Callable[[nn.Module, str], bool]
 
 
 def check_module(model: nn.Module) -> None:
@@ -10,6 +12,15 @@ def check_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
+def check_filter(filter: Filter | None) -> None:
+    """Raise TypeError unless ``filter`` is a function or None."""
+    if not (filter is None or callable(filter)):
+        raise TypeError(
+            f"filter must be a function of a module and its name, got {filter!r}; pass "
+            "lambda module, name: name != 'head'"
         )
 
 
@@ -33,10 +44,7 @@ def is_stack(module: nn.Module, name: str) -> bool:
 
 
 def adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules of PEFT's adapters, such as ``lora_A`` and ``lora_B``, which are linear as well.
-
-    Layers of PEFT, around a base layer, name the members that belong to adapters.
-    """
+    """The modules of PEFT's adapters, such as ``lora_A``, which the layers around them name."""
     found = set()
     for module in modules:
         names = getattr(module, "adapter_layer_names", ())

@@ -1,22 +1,28 @@
-"""Operands of quantized matmuls, made from activations, gradients and weights.
+"""Quantized matmuls: operands made from activations, gradients and weights, and their products.
 
 A class per format has all that differs between formats; ``FORMATS`` lists them. Casts of
 activations and gradients are plain operators that ``torch.compile`` fuses with what is around them;
 eager code on a GPU takes the kernels of the formats instead, which give the same bits.
+
+Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
+gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """
 
+import dataclasses
+import functools
+import math
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.formats import nvfp4_gradients
+from fp4adam.formats import minifloat, nvfp4_gradients
 from fp4adam.formats.float8 import Float8Quantizer
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.tensors import backend, minifloat, rows
+from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
@@ -39,7 +45,7 @@ class Operand(NamedTuple):
         codes: [rows, k] of E4M3 or E5M2, contiguous, or uint8 [rows, k / 2] of packed E2M1.
         scales: What codes are multiplied by, as the GEMM reads it. Float8: float32 [1].
             Float8Block: float32 [k / 128, rows]; weights with square blocks [rows / 128, k / 128 to
-            4]. MXFP8 and NVFP4: uint8 [rows to 128, blocks to 4] in tiles (``swizzle_scales``).
+            4]. MXFP8 and NVFP4: uint8 [rows to 128, blocks to 4] in tiles (``tensors/swizzle.py``).
         amax: float32 [1] of NVFP4: 2688 times what multiplies codes and block scales.
     """
 
@@ -49,23 +55,14 @@ class Operand(NamedTuple):
 
 
 class OperandFormat:
-    """The operands of one format.
+    """The operands of one format."""
 
-    Attributes:
-        capability: The first compute capability whose GPUs multiply them.
-        is_only: Whether later ones do not.
-        multiple: Both sides of a weight must be multiples of it.
-        tokens: Tokens are padded with zeros to a multiple of it.
-        has_weight_gradient: Whether it has codes with blocks along the tokens, transposed.
-        is_swizzled: Whether the scales of weights lie in another order for GEMMs.
-    """
-
-    capability: ClassVar[tuple[int, int]]
-    is_only: ClassVar[bool] = False
-    multiple: ClassVar[int] = 32
-    tokens: ClassVar[int] = 128
-    has_weight_gradient: ClassVar[bool] = True
-    is_swizzled: ClassVar[bool] = False
+    capability: ClassVar[tuple[int, int]]  # the first one whose GPUs multiply them
+    is_only: ClassVar[bool] = False  # whether later ones do not
+    multiple: ClassVar[int] = 32  # of both sides of a weight
+    tokens: ClassVar[int] = 128  # are padded with zeros to a multiple of it
+    has_weight_gradient: ClassVar[bool] = True  # whether there are blocks along the tokens
+    is_swizzled: ClassVar[bool] = False  # whether GEMMs read scales in another order
 
     def is_met_by(self, capability: tuple[int, int]) -> bool:
         """Whether GPUs of this compute capability have these products."""
@@ -89,19 +86,12 @@ class OperandFormat:
         raise NotImplementedError
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
-        """See :func:`fp4adam.nn.scaled_matmul.matmul`, on the units of a GPU."""
-        parts = (self.for_torch(operand) for operand in (a, b))
-        codes, scales, blocks, orders = zip(*parts, strict=True)
+        """See :func:`matmul`, on the units of a GPU."""
+        (of_a, *a_scales), (of_b, *b_scales) = map(self.for_torch, (a, b))
+        pairs = (each for pair in zip(a_scales, b_scales, strict=True) for each in pair)
+        scale_a, scale_b, block_a, block_b, *orders = pairs
         return F.scaled_mm(
-            codes[0],
-            codes[1].t(),
-            scales[0],
-            blocks[0],
-            scales[1],
-            blocks[1],
-            orders[0],
-            orders[1],
-            output_dtype=dtype,
+            of_a, of_b.t(), scale_a, block_a, scale_b, block_b, *orders, output_dtype=dtype
         )
 
     def for_torch(self, operand: Operand) -> ForTorch:
@@ -116,17 +106,19 @@ class OperandFormat:
 class Float8Operands(OperandFormat):
     """E4M3 codes with one scale, a power of two for activations; gradients are E5M2.
 
-    Current scaling: the scale is that of the largest magnitude, which torch.compile finds in the
-    kernel before.
+    The scale is that of the largest magnitude, which torch.compile finds in the kernel before.
     """
 
     capability = (8, 9)
     multiple = tokens = 16
+    gradient_codes = E5M2
+    # Sums of outputs may be taken in fewer bits, 4 % faster; with True those of gradients as well.
+    fast_gradients = False
 
     def quantize(
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
-        kind = E5M2 if is_gradient else E4M3
+        kind = self.gradient_codes if is_gradient else E4M3
         amax = _amax_bits(x).amax().view(1)
         scale, inverse = _power_of_2(amax, _EXPONENTS[kind])
         codes = _float8(x.float() * scale, kind)
@@ -139,8 +131,9 @@ class Float8Operands(OperandFormat):
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
         # Not F.scaled_mm, for which compiled graphs go through Python's dispatcher in torch 2.11.
+        fast = is_forward or self.fast_gradients
         return torch._scaled_mm(
-            a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=is_forward
+            a.codes, b.codes.t(), a.scales, b.scales, out_dtype=dtype, use_fast_accum=fast
         )
 
     def decode(self, operand: Operand) -> Tensor:
@@ -159,7 +152,9 @@ class Float8BlockOperands(OperandFormat):
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
         if _takes_kernels(x):
-            return self._by_kernel(x, quantizer, rowwise, columnwise)
+            usages = dict(rowwise=rowwise, columnwise=columnwise)
+            made = dataclasses.replace(quantizer, two_dimensional=False, **usages).quantize(x)
+            return [self.of_weight(made, usage) if usages[usage] else None for usage in usages]
         along = across = None
         blocks = x.unflatten(1, (-1, 128))
         if rowwise:
@@ -172,32 +167,6 @@ class Float8BlockOperands(OperandFormat):
             codes = _float8(blocks.float() * scales.unsqueeze(1), E4M3).flatten(0, 1)
             across = Operand(_transposed(codes), inverse)
         return [along, across]
-
-    def _by_kernel(
-        self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
-    ) -> list[Operand | None]:
-        from fp4adam.kernels import operands as kernels
-
-        made: list[Operand | None] = [None, None]
-        for i, (wanted, m, k) in enumerate(((rowwise, *x.shape), (columnwise, *x.shape[::-1]))):
-            if wanted:
-                scales = x.new_empty(k // 128, m, dtype=torch.float32)
-                made[i] = Operand(x.new_empty(m, k, dtype=E4M3), scales)
-        (data, scale), (data_t, scale_t) = (
-            (None, None) if operand is None else (operand.codes.view(torch.uint8), operand.scales)
-            for operand in made
-        )
-        kernels.quantize_vectors(
-            x,
-            rowwise_data=data,
-            columnwise_data=data_t,
-            rowwise_scale=scale,
-            columnwise_scale=scale_t,
-            rows=x.shape[0],
-            force_pow_2_scales=quantizer.force_pow_2_scales,
-            amax_epsilon=quantizer.amax_epsilon,
-        )
-        return made
 
     def _scales(self, bits: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
         amax = bits.view(torch.float32).clamp(min=quantizer.amax_epsilon)
@@ -266,14 +235,12 @@ class MXFP8Operands(SwizzledOperands):
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
         if _takes_kernels(x):
-            made = self.quantizer.quantize(x)
-            codes, scales = made._rowwise_data.view(E4M3), made._rowwise_scale_inv
-        else:
-            blocks = x.unflatten(1, (-1, self.block))
-            amax = _amax_bits(blocks).amax(2).view(torch.float32)
-            scales, factors = self.quantizer.encode(amax, None, torch.float32)
-            codes = _float8(blocks.float() * factors.unsqueeze(2), E4M3).flatten(1)
-            scales = F.pad(scales, (0, -scales.shape[1] % 4))
+            return [self.of_weight(self.quantizer.quantize(x), "rowwise"), None]
+        blocks = x.unflatten(1, (-1, self.block))
+        amax = _amax_bits(blocks).amax(2).view(torch.float32)
+        scales, factors = self.quantizer.encode(amax, None, torch.float32)
+        codes = _float8(blocks.float() * factors.unsqueeze(2), E4M3).flatten(1)
+        scales = F.pad(scales, (0, -scales.shape[1] % 4))
         return [Operand(codes, swizzle_padded(scales)), None]
 
     def columns_of(self, weight: QuantizedTensor) -> Tensor:
@@ -310,10 +277,8 @@ class NVFP4Operands(SwizzledOperands):
 
     def _quantized(self, x: Tensor, is_gradient: bool) -> Operand:
         if _takes_kernels(x) and not is_gradient:
-            made = self.quantizer.quantize(x)
-            codes, scales, amax = made._rowwise_data, made._rowwise_scale_inv, made._amax
-        else:
-            codes, scales, amax = nvfp4_gradients.quantize(x, at_random=is_gradient)
+            return self.of_weight(self.quantizer.quantize(x), "rowwise")
+        codes, scales, amax = nvfp4_gradients.quantize(x, at_random=is_gradient)
         return Operand(codes, swizzle_padded(scales), amax)
 
     def for_torch(self, operand: Operand) -> ForTorch:
@@ -357,11 +322,7 @@ def _amax_bits(x: Tensor) -> Tensor:
 def _power_of_2(bits: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """The largest power of two that maps magnitudes to at most 1.75 * 2**exponent; its reciprocal.
 
-    Exact on every device. It is 1 for magnitudes of 0 and infinity.
-
-    Args:
-        bits: Magnitudes as int32.
-        exponent: That of the largest value of the codes.
+    Exact on every device. It is 1 for magnitudes of 0 and infinity. ``bits``: as int32.
     """
     # Adding makes exponents of mantissas above 1.75 one larger.
     biased = (254 + exponent - ((bits + 0x1FFFFF) >> 23)).clamp(max=254)
@@ -424,17 +385,15 @@ def quantize(
     *,
     is_gradient: bool = False,
 ) -> list[Operand | None]:
-    """Activations or gradients as operands.
+    """Activations or gradients as operands, for products with a weight of ``quantizer``.
 
     Args:
-        x: [tokens, n], float32, bfloat16 or float16.
-        quantizer: That of the weight to multiply with.
-        rowwise: Make the operand [tokens, n], with ``OperandFormat.tokens`` for padding.
-        columnwise: Make the operand [n, tokens], which MXFP8 does not have.
+        x: [tokens, n], float32, bfloat16 or float16; tokens are padded with 0.
         is_gradient: Whether they are gradients, which NVFP4 rounds at random and Float8 to E5M2.
 
     Returns:
-        The rowwise and the columnwise operand, None for one that was not asked for. Padding is 0.
+        The rowwise operand [tokens, n], and the columnwise one [n, tokens], which MXFP8 does not
+        have; None for one that was not asked for.
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
     form, x = FORMATS[type(quantizer)], x.detach().contiguous()
@@ -451,3 +410,61 @@ def padded_tokens(quantizer: Quantizer, n: int) -> int:
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
     """A weight as an operand: "rowwise" [N, K] or "columnwise" [K, N]."""
     return FORMATS[type(weight.quantizer)].of_weight(weight, usage)
+
+
+def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether products of a format run on units of ``device`` for them; else emulated.
+
+    Raises:
+        RuntimeError: If the GPU has no such units and emulation is not asked for.
+    """
+    if quantizer.operands.emulate or not backend.uses_kernels(device):
+        return False
+    needed, found = FORMATS[type(quantizer)], _capability(device)
+    if needed.is_met_by(found):
+        return True
+    name = quantizer.tensor_class.__name__.removesuffix("Tensor")
+    raise RuntimeError(
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
+        f"{'.'.join(map(str, found))} ({device}); quantize the weights "
+        'alone with Recipe(weights), pass activations="fake", or set emulate=True'
+    )
+
+
+_cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return _cached_capability(device)
+
+
+# All that torch.compiler.assume_constant_result does, which imports torch._dynamo first.
+_capability._dynamo_marked_constant = True
+
+
+def matmul(
+    a: Operand, b: Operand, quantizer: Quantizer, dtype: torch.dtype, is_forward: bool = False
+) -> Tensor:
+    """``a @ b.T`` [rows of a, rows of b] in ``dtype``, for a weight of ``quantizer``.
+
+    Sums of outputs (``is_forward``) may be taken in fewer bits than FP32. Emulated products decode
+    both operands and multiply in FP32, which takes sums in another order.
+    """
+    form = FORMATS[type(quantizer)]
+    if runs_natively(quantizer, a.codes.device):
+        return form.multiply(a, b, dtype, is_forward)
+    with torch.autocast(a.codes.device.type, enabled=False):  # it would multiply in fewer bits
+        return (form.decode(a) @ form.decode(b).t()).to(dtype)
+
+
+def without_padding(product: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
+    """The first rows of a new product in its memory, as ``shape``.
+
+    Autograd does not see a view: writing in place to a view that a function returns is refused.
+    """
+    rows = math.prod(shape[:-1])
+    # Not product.shape[0]: torch 2.11 cannot trace sizes of an autograd function's results if some
+    # are dynamic.
+    sizes = rows, padded_tokens(quantizer, rows) - rows
+    first, _ = torch.unsafe_split_with_sizes(product, sizes)
+    return torch.ops.aten._unsafe_view(first, shape)

@@ -5,11 +5,11 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as nn_module
 
 from fp4adam.distributed.cast import cast
@@ -19,7 +19,7 @@ from fp4adam.formats.scale_groups import (
     form_scale_group,
     resolve_scale_groups,
 )
-from fp4adam.nn.candidates import adapters, candidates, check_module
+from fp4adam.nn.candidates import Filter, adapters, candidates, check_filter, check_module
 from fp4adam.nn.operand import check_shape, has_quantized_operands
 from fp4adam.nn.recipe import FormatName, Recipe, describe, format_name, resolve_recipe
 from fp4adam.nn.replacement import (
@@ -35,7 +35,6 @@ from fp4adam.tensors.quantizer import Quantizer, check_dtype
 logger = logging.getLogger("fp4adam")
 
 Model = TypeVar("Model", bound=nn.Module)
-Filter = Callable[[nn.Module, str], bool]
 
 # The names that GPT, Llama, Megatron, GPT-NeoX, timm and Hugging Face heads go by.
 OUTPUT_HEADS = frozenset(
@@ -47,20 +46,10 @@ OUTPUT_HEADS = frozenset(
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
-def _check_filter(filter: Filter | None) -> None:
-    if not (filter is None or callable(filter)):
-        raise TypeError(
-            f"filter must be a function of a module and its name, got {filter!r}; pass "
-            "lambda module, name: name != 'head'"
-        )
-
-
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
-    """The default filter: every layer but an output head, task heads included.
+    """The default filter: every layer but an output head, known by the end of its name.
 
-    Heads are known by the last one or two parts of their name. Embeddings, norms and the output
-    head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
-    section 4.1).
+    Embeddings, norms and heads stay in high precision, as in arXiv:2509.25149, section 4.1.
     """
     parts = _WRAPPED.sub("", name).split(".")
     return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
@@ -82,22 +71,20 @@ def quantize_model(
     "fp4adam" says at level INFO what is quantized and what is left; :func:`summary` shows each.
 
     A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
-    size, as transformers 5 has them. ``grouped_mm`` decodes it for one product at a time, and no
-    recipe quantizes its other operand: give it one for weights alone, in a call with a ``filter``.
+    size, as transformers 5 has them. No recipe quantizes the other operand of its products: give
+    it one for weights alone, in a call with a ``filter``.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference); frozen weights
     (``requires_grad=False``) keep none, and are trained from decoded values if they are thawed.
 
     Parameters stay the same objects with other content (``torch.utils.swap_tensors``), with their
-    attributes, gradients and hooks. An optimizer from before goes on: :class:`FP4Adam` trains the
-    codes, others say that they cannot. Hooks on nodes of the autograd graph stay behind: call this
-    before wrappers such as ``DistributedDataParallel`` register theirs. :func:`dequantize_model` is
-    the inverse.
+    attributes, gradients and hooks. An :class:`FP4Adam` from before goes on, other optimizers say
+    that they cannot. Call this before wrappers such as ``DistributedDataParallel``;
+    :func:`dequantize_model` is the inverse.
 
     Args:
-        model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
-            candidates.
+        model: Its ``nn.Linear`` modules, subclasses included, and stacks of experts are candidates.
         recipe: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8", a quantizer, or a
             :class:`fp4adam.Recipe`, which also says whether matmuls quantize activations and
             gradients.
@@ -108,8 +95,7 @@ def quantize_model(
             a group the same key and others None, such as :func:`hf_scale_groups`. A rule changes
             nothing in other formats.
 
-    Returns:
-        ``model``.
+    Returns: ``model``.
 
     Raises:
         ValueError: If a layer that ``filter`` selects has a shape that the recipe cannot hold;
@@ -118,8 +104,7 @@ def quantize_model(
             or has an attribute whose name quantized tensors use. If DDP, FSDP1, DeepSpeed or
             ``AveragedModel`` is around the model. If a member of a scale group does not become
             NVFP4, or is in two groups.
-        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
-            another type than above.
+        TypeError: If a selected weight is not float32, bfloat16 or float16.
         RuntimeError: If something but modules and optimizers refers to a weight.
 
     Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
@@ -127,11 +112,11 @@ def quantize_model(
     """
     quantizer = resolve_recipe(recipe)
     check_module(model)
-    _check_filter(filter)
+    check_filter(filter)
     selected = filter or is_hidden_linear
     modules = model.named_modules()
     count, misfits = _quantize_layers(
-        modules, quantizer, selected, scale_groups, keeps_others=False, leaves=filter is None
+        modules, quantizer, selected, scale_groups, leaves=filter is None
     )
     _report([model], quantizer, count, misfits, asked=filter is not None, stacklevel=3)
     return model
@@ -147,14 +132,9 @@ def _report(
 ) -> None:
     """Log what is quantized now and what is not; warn of what may not be meant.
 
-    Args:
-        models: The models.
-        quantizer: The quantizer.
-        count: How many selected weights are quantized now.
-        misfits: The layers that the format cannot hold, and why.
-        asked: Whether a filter says what is to be quantized.
-        stacklevel: That of the warnings.
+    ``count`` weights are quantized; ``misfits``, by layer, cannot be; ``asked``: a filter chose.
     """
+    found = [summary(model) for model in models]
     if misfits:
         warnings.warn(
             f"{len(misfits)} layers stay in high precision, as {describe(quantizer)} cannot hold "
@@ -162,8 +142,17 @@ def _report(
             f"{next(iter(misfits.values()))}",
             stacklevel=stacklevel,
         )
-    share = 1.0 if asked or misfits or not count else _share_of_matrices(models)
-    if share < 0.5:
+    # Embeddings, what is tied to them, and heads are not meant to be quantized.
+    matrices = [
+        p
+        for model, each in zip(models, found, strict=True)
+        for p in each.parameters
+        if len(p.shape) > 1 and "Embedding" not in p.layer
+        if is_hidden_linear(model, p.name.rpartition(".")[0])
+    ]
+    quantized = sum(p.numel for p in matrices if p.is_quantized)
+    share = quantized / max(sum(p.numel for p in matrices), 1)
+    if share < 0.5 and count and not (asked or misfits):
         warnings.warn(
             f"only {share:.1%} of the elements of matrices are quantized now, embeddings and heads "
             "aside: weights of nn.Linear layers and stacks of experts are, and those of LSTMs, "
@@ -171,25 +160,8 @@ def _report(
             "fp4adam.summary(model) shows all; pass a filter if this is what you want",
             stacklevel=stacklevel,
         )
-    rows = quantizer.layout.block if quantizer.layout.is_square else 1
-    cut = [
-        name
-        for model in models
-        for name, param in model.named_parameters()
-        if isinstance(param, QuantizedTensor) and param.dim() == 3 and param.shape[1] % rows
-    ]
-    if cut:
-        warnings.warn(
-            f"experts should have a multiple of {rows} rows each for {format_name(quantizer)}, got "
-            f"others in {len(cut)} stacks such as {cut[0]!r}: experts share scales, and no "
-            "checkpoint layout holds them; leave them in high precision (filter=...), or take "
-            "another format, if you want to export them",
-            stacklevel=stacklevel,
-        )
-    if count and not logger.isEnabledFor(logging.INFO):
-        return  # the summary reads every parameter
-    for model in models:
-        described = f"{type(model).__name__}, {format_name(quantizer)}: {summary(model).describe()}"
+    for model, each in zip(models, found, strict=True):
+        described = f"{type(model).__name__}, {format_name(quantizer)}: {each.describe()}"
         logger.info("%s", described)
         if not count:
             warnings.warn(
@@ -199,45 +171,19 @@ def _report(
             )
 
 
-def _share_of_matrices(models: Sequence[nn.Module]) -> float:
-    """The share of quantized elements in matrices, without embeddings and what is tied to them."""
-    quantized: dict[Tensor, int] = {}
-    plain: dict[Tensor, int] = {}
-    left_out: set[Tensor] = set()
-    for model in models:
-        for name, module in model.named_modules():
-            for param in module.parameters(recurse=False):
-                if isinstance(module, nn.Embedding) or not is_hidden_linear(module, name):
-                    left_out.add(param)
-                elif isinstance(param, QuantizedTensor):
-                    quantized[param] = param.numel()
-                elif not isinstance(param, nn.UninitializedParameter) and param.dim() > 1:
-                    plain[param] = param.numel()
-    of_quantized = sum(quantized.values())
-    others = sum(numel for param, numel in plain.items() if param not in left_out)
-    return of_quantized / max(of_quantized + others, 1)
-
-
 def _quantize_layers(
     named_modules: Iterable[tuple[str, nn.Module]],
     quantizer: Quantizer,
     selected: Filter,
     scale_groups: ScaleGroups,
-    keeps_others: bool,
     leaves: bool,
+    keeps_others: bool = False,
 ) -> tuple[int, dict[str, str]]:
-    """Quantize the weights of selected layers.
+    """Quantize the weights of selected layers among all modules.
 
-    Args:
-        named_modules: All modules.
-        quantizer: The quantizer.
-        selected: Which of them to quantize.
-        scale_groups: As for :func:`quantize_model`.
-        keeps_others: Leave weights of other recipes as they are, rather than refuse them.
-        leaves: Leave weights of shapes that the format cannot hold, rather than refuse them.
-
-    Returns:
-        How many weights of these layers are quantized now, and why others are left, by layer.
+    Weights of shapes that the format cannot hold are left if ``leaves``, weights of other recipes
+    if ``keeps_others``; else they are refused. Returns how many weights of these layers are
+    quantized now, and why others are left, by layer.
     """
     named_modules = [*named_modules]
     already = set()
@@ -256,39 +202,48 @@ def _quantize_layers(
                 uses.setdefault(weight, []).append((name, module, key))
             else:
                 already.add(weight)
-                if not keeps_others:
-                    _check_same_recipe(name, weight, quantizer)
+                found = weight.quantizer
+                is_same = (found, found.operands) == (quantizer, quantizer.operands)
+                if not (is_same or keeps_others):
+                    raise ValueError(
+                        f"weight of layer {name!r} must not be quantized by another recipe, got "
+                        f"{describe(found)} for {describe(quantizer)}: quantizing twice would add "
+                        "up the errors; call dequantize_model first, or leave this layer as it is "
+                        "(filter=...)"
+                    )
         left_alone.update(params.values())
-    chosen = [(weight, users) for weight, users in uses.items() if weight not in left_alone]
-    misfits = {}
-    for weight, users in chosen:
-        if misfit := _misfit(quantizer, users[0][0], weight):
-            if not leaves:
-                raise ValueError(misfit)
+    chosen, misfits = [], {}
+    for weight, users in uses.items():
+        misfit = None if weight in left_alone else _misfit(quantizer, users[0][0], weight)
+        if misfit and not leaves:
+            raise ValueError(misfit)
+        if misfit:
             misfits[users[0][0]] = misfit
-    chosen = [(weight, users) for weight, users in chosen if users[0][0] not in misfits]
+        elif weight not in left_alone:
+            chosen.append((weight, users))
     weights = [weight for weight, _ in chosen]
-    check_no_replica(modules, weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
-    params = [_empty_parameter(quantizer, weight) for weight in weights]
+    params = [
+        nn.Parameter(
+            quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device),
+            weight.requires_grad,
+        )
+        for weight in weights
+    ]
     for (weight, users), param in zip(chosen, params, strict=True):
         check_attributes(users[0][0], weight, param)
     for param, name in zip(params, names, strict=True):
-        param._shared.name = name
+        param.parameter_name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
-    alone = sorted({*range(len(chosen))}.difference(*groups))
+    group_of = {i: group[0] for group in groups for i in group}
+    real = [i for i, weight in enumerate(weights) if not weight.is_meta]
+    targets, values = [params[i] for i in real], [weights[i].detach() for i in real]
     # Reads attributes of tensor subclasses directly.
     with torch._C.DisableTorchFunctionSubclass():
-        for members in (*groups, *([i] for i in alone)):
-            real = [i for i in members if not weights[i].is_meta]
-            values = [weights[i].detach() for i in real]
-            if len(real) == 1:
-                params[real[0]]._write(values[0])
-            elif real:
-                targets, dtypes = [params[i] for i in real], [x.dtype for x in values]
-                cast(targets, values, dtypes, scales=[0] * len(real))
+        scales = [group_of.get(i, i) for i in real]
+        cast(targets, values, [x.dtype for x in values], scales=scales)
         for param, weight in zip(params, weights, strict=True):
             if weight.requires_grad:
                 param._high_precision_init_val = weight.detach()
@@ -297,34 +252,26 @@ def _quantize_layers(
     return len(chosen) + len(already), misfits
 
 
-def _check_same_recipe(name: str, weight: QuantizedTensor, quantizer: Quantizer) -> None:
-    """Raise ValueError if a quantized weight is not what ``quantizer`` would make of it."""
-    found = weight.quantizer
-    if (found, found.operands) != (quantizer, quantizer.operands):
-        raise ValueError(
-            f"weight of layer {name!r} must not be quantized by another recipe, got "
-            f"{describe(found)} for {describe(quantizer)}: quantizing twice would add up the "
-            "errors; call dequantize_model first, or leave this layer as it is (filter=...)"
-        )
-
-
 def _misfit(quantizer: Quantizer, name: str, weight: nn.Parameter) -> str | None:
     """Why the format cannot hold a weight of this shape, or None; raises for its dtype."""
+    shape = tuple(weight.shape)
+    rows = quantizer.layout.block if quantizer.layout.is_square else 1
     try:
         check_dtype("weight", weight.dtype)
-        quantizer.check_shape(tuple(weight.shape))
+        quantizer.check_shape(shape)
         if has_quantized_operands(quantizer):
-            check_shape(quantizer, tuple(weight.shape))
+            check_shape(quantizer, shape)
     except TypeError as error:
         raise TypeError(f"layer {name!r}: {error}") from None
     except ValueError as error:
         return f"layer {name!r}: {error}"
+    if len(shape) == 3 and shape[1] % rows:
+        return (
+            f"layer {name!r}: experts must have a multiple of {rows} rows each for "
+            f"{format_name(quantizer)}, got {shape}: they would share scales, and no checkpoint "
+            "layout holds them; take another format"
+        )
     return None
-
-
-def _empty_parameter(quantizer: Quantizer, weight: nn.Parameter) -> nn.Parameter:
-    empty = quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device)
-    return nn.Parameter(empty, weight.requires_grad)
 
 
 def use_plain_state_dict(model: Model) -> Model:
@@ -335,12 +282,8 @@ def use_plain_state_dict(model: Model) -> Model:
     these hold. Loading the optimizer's state after the model's gives back every byte at once, and
     the next step does so in any case. DTensors stay as they are.
 
-    Args:
-        model: Includes quantized parameters, also those of later calls of :func:`quantize_model`.
-
-    Returns:
-        ``model``. Its ``load_state_dict`` raises a ValueError where plain values would take the
-        place of quantized parameters (``assign=True``).
+    Later calls of :func:`quantize_model` count. Returns ``model``, whose ``load_state_dict`` raises
+    a ValueError where plain values would take the place of quantized weights (``assign=True``).
     """
     model.register_state_dict_post_hook(_dequantize_values)
     model.register_load_state_dict_pre_hook(_refuse_plain_parameters)
@@ -353,9 +296,8 @@ def _refuse_storage(weight: QuantizedTensor) -> NoReturn:
     raise RuntimeError(
         "weights must be plain tensors to be saved by memory address, as safetensors does, got "
         f"{type(weight).__name__} of shape {tuple(weight.shape)}; call "
-        "fp4adam.use_plain_state_dict(model) once after quantize_model, and save_pretrained, the "
-        "Trainer and safetensors save decoded values; fp4adam.export_checkpoint(model, folder) "
-        "writes the trained bytes"
+        "fp4adam.use_plain_state_dict(model) once, and save_pretrained and safetensors save "
+        "decoded values; fp4adam.export_checkpoint(model, folder) writes the trained bytes"
     )
 
 
@@ -370,19 +312,13 @@ def _dequantize_values(
 
 
 def _refuse_plain_parameters(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    *args: Any,
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    if not local_metadata.get("assign_to_params_buffers"):
+    if not metadata.get("assign_to_params_buffers"):
         return
     for name, param in module.named_parameters(prefix.removesuffix(".")):
-        value = state_dict.get(name)
-        if isinstance(local(param), QuantizedTensor) and not (
-            value is None or isinstance(local(value), QuantizedTensor)
-        ):
+        loaded = local(state_dict.get(name, param))
+        if isinstance(local(param), QuantizedTensor) and not isinstance(loaded, QuantizedTensor):
             raise ValueError(
                 f"assign must be False to load plain values of the quantized {name!r}, got True: "
                 "they would take its place and be trained in its stead; leave assign out (in "
@@ -401,7 +337,6 @@ def quantized_init(
     *,
     scale_groups: ScaleGroups = (),
     enabled: bool = True,
-    preserve_high_precision_init_val: bool = True,
 ) -> Iterator[None]:
     """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
@@ -416,34 +351,26 @@ def quantized_init(
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
         enabled: False leaves what is built inside alone, also in the blocks around this one.
-        preserve_high_precision_init_val: False frees the values before quantization at the end of
-            the block. Masters then start from decoded values.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
     quantizer = resolve_recipe(recipe) if enabled else None
-    _check_filter(filter)
-    # Whether each module that still exists is new; the order is that of first sight.
+    check_filter(filter)
+    # Whether each module that still exists is new, in the order of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
     left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def see(module: nn.Module) -> None:
+    def on_member(module: nn.Module, name: str, member: Any) -> None:
         members = (*module._parameters.values(), *module._modules.values())
-        is_new.setdefault(module, all(member is None for member in members))
-
-    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        see(module)
-
-    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        see(module)
-        if child is not None:
+        is_new.setdefault(module, all(each is None for each in members))
+        if isinstance(member, nn.Module):
             # Copies are built without registering anything, and have their members already.
-            is_new.setdefault(child, True)
+            is_new.setdefault(member, True)
 
     handles = (
-        nn_module.register_module_parameter_registration_hook(on_parameter),
-        nn_module.register_module_module_registration_hook(on_module),
+        nn_module.register_module_parameter_registration_hook(on_member),
+        nn_module.register_module_module_registration_hook(on_member),
     )
     _open_blocks.append(left_alone)
     try:
@@ -468,14 +395,9 @@ def quantized_init(
         quantizer,
         lambda module, name: module in new and selected(module, name),
         scale_groups,
-        keeps_others=True,
         leaves=filter is None,
+        keeps_others=True,
     )
-    if not preserve_high_precision_init_val:
-        for module in new:
-            for param in module.parameters(recurse=False):
-                if isinstance(param, QuantizedTensor):
-                    param.clear_high_precision_init_val()
     with_weights = [root for root in roots if next(root.parameters(), None) is not None]
     # What was there before, or was left alone, is not meant.
     asked = filter is not None or any(part not in new for root in roots for part in root.modules())

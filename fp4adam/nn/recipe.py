@@ -8,7 +8,6 @@ from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
@@ -27,38 +26,22 @@ RECIPES: dict[FormatName, Quantizer] = {
 class Recipe:
     """Which operands of linear layers are quantized; by default the weights alone.
 
-    A matmul whose two operands are quantized runs on units of the GPU for it, in the format of the
-    weight: Float8 on compute capability 8.9 and later, Float8Block on 9.0, MXFP8 and NVFP4 on 10.0
-    and later. All other matmuls read the dequantized weight. A CPU multiplies the decoded operands
-    instead. Casts are plain operators, which ``torch.compile`` fuses: compile the model.
-    Stacks of experts are quantized alone.
+    y = x W^T multiplies codes with ``activations``, dx = dy W with ``gradients``, and dW = dy^T x
+    with both, but for MXFP8; all other products read the dequantized weight. They run on units of
+    the GPU for the format of the weight: Float8 on compute capability 8.9 and later, Float8Block on
+    9.0, MXFP8 and NVFP4 on 10.0 and later. A CPU multiplies the decoded operands instead. Casts are
+    plain operators, which ``torch.compile`` fuses: compile the model. Stacks of experts are
+    quantized alone, and under tensor parallelism dW stays in high precision. The blocks and codes
+    of each format are in docs/matmuls.md.
 
     ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
     device: activations are quantized and decoded to their own dtype before an ordinary matmul, in
-    blocks as in the table. Both gradients are those of that matmul, straight through the rounding.
-
-    ====================  ===============================  =======================================
-    matmul                runs on quantized operands with  and both blocks of
-    ====================  ===============================  =======================================
-    y = x W^T             activations                      Float8: tensors; Float8Block: 1x128 x
-                                                           128x128; MXFP8: 32; NVFP4: 16
-    dx = dy W             gradients                        the same
-    dW = dy^T x           both and weight_gradients, but   Float8: tensors; Float8Block: 1x128;
-                          for MXFP8                        NVFP4: 16; along the tokens
-    ====================  ===============================  =======================================
-
-    Float8 activations are E4M3 and gradients E5M2, by the current amax of each tensor, with scales
-    that are powers of two.
-
-    NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
-    generator), and both operands of dW go through a 16-point random Hadamard transform along the
-    tokens. No GPU with the units for it has run them here. Under tensor parallelism dW of
-    NVFP4 and Float8 stays in high precision.
+    the same blocks. Both gradients are those of that matmul, straight through the rounding.
 
     Args:
-        weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a
-            name keep the codes that matmuls read: columnwise ones with ``gradients`` alone; those
-            of a quantizer keep what it says. MXFP4 is for weights alone.
+        weights: "nvfp4", "mxfp8", "mxfp4" (for weights alone), "float8block", "float8" or a
+            quantizer. Weights of a name keep the codes that matmuls read, those of a quantizer what
+            it says.
         activations: Quantize the inputs of linear layers; "fake" decodes them again.
         gradients: Quantize the gradients of their outputs; rounded to nearest but in NVFP4.
         weight_gradients: With False, gradients of weights are products in high precision, for which
@@ -84,8 +67,8 @@ class Recipe:
                 "it with dataclasses.replace"
             )
         for name in ("activations", "gradients", "emulate", "weight_gradients"):
-            value, is_fake = getattr(self, name), name == "activations" and self.is_fake
-            if not (isinstance(value, bool) or is_fake):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (name, value) == ("activations", "fake")):
                 allowed = 'True, False or "fake"' if name == "activations" else "True or False"
                 raise TypeError(
                     f"{name} must be {allowed}, got {value!r}; operands have the format of the "
@@ -96,22 +79,21 @@ class Recipe:
                 "weight_gradients must be True unless activations and gradients are quantized, got "
                 "False: gradients of weights are in high precision then anyway; leave it out"
             )
-        weights = self._weights()
-        if self.is_fake:
-            for name in ("gradients", "emulate"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f'{name} must be False with activations="fake", got True: its matmuls are '
-                        "ordinary ones; pass activations=True for matmuls of codes"
-                    )
-            check_fake_quantizes(weights)
-            return
+        weights = resolve_recipe(self.weights, columnwise=self.gradients)
         if (self.activations or self.gradients) and type(weights) not in FORMATS:
             names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
             raise ValueError(
                 "activations and gradients must be False unless weights are of "
                 f"{names}, got {weights}; quantize the weights alone"
             )
+        if self.activations == "fake":
+            for name in ("gradients", "emulate"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f'{name} must be False with activations="fake", got True: its matmuls are '
+                        "ordinary ones; pass activations=True for matmuls of codes"
+                    )
+            return
         for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
             if wanted and not getattr(weights, usage):
                 name = "activations" if usage == "rowwise" else "gradients"
@@ -120,24 +102,14 @@ class Recipe:
                     f"{weights}; make it with {usage}=True"
                 )
 
-    def _weights(self) -> Quantizer:
-        """The quantizer of the weights, without operands."""
-        if isinstance(self.weights, str) and self.gradients:
-            return _named(self.weights)
-        return resolve_recipe(self.weights)
-
-    @property
-    def is_fake(self) -> bool:
-        """Whether activations are fake-quantized."""
-        return self.activations == "fake"
-
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weights, which also carries the other options of the recipe."""
-        weights = self._weights()
-        activations = self.activations and not self.is_fake
+        weights = resolve_recipe(self.weights, columnwise=self.gradients)
+        is_fake = self.activations == "fake"
+        activations = self.activations is True
         operands = Operands(
-            activations, self.gradients, self.emulate, self.is_fake, self.weight_gradients
+            activations, self.gradients, self.emulate, is_fake, self.weight_gradients
         )
         has_operands = activations or self.gradients
         # The optimizer then writes the scales as the GEMM reads them.
@@ -147,8 +119,8 @@ class Recipe:
         )
 
 
-def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
-    """The quantizer of weights for a recipe.
+def resolve_recipe(recipe: FormatName | Quantizer | Recipe, columnwise: bool = False) -> Quantizer:
+    """The quantizer of weights for a recipe; ``columnwise`` codes are for gradients' products.
 
     Raises:
         ValueError: If the name is unknown.
@@ -163,8 +135,10 @@ def resolve_recipe(recipe: FormatName | Quantizer | Recipe) -> Quantizer:
             f"recipe must be a format name or a quantizer, got {type(recipe).__name__}; "
             f"pass one of {', '.join(RECIPES)}"
         )
-    # Without quantized gradients no matmul reads columnwise codes.
-    return dataclasses.replace(_named(recipe), columnwise=False)
+    if recipe not in RECIPES:
+        names = ", ".join(RECIPES)
+        raise ValueError(f"recipe must be one of {names} or a quantizer, got {recipe!r}")
+    return dataclasses.replace(RECIPES[recipe], columnwise=columnwise)
 
 
 def format_name(quantizer: Quantizer) -> str:
@@ -183,9 +157,3 @@ def describe(quantizer: Quantizer) -> str:
     words += [f"{key}={value}" for key, value in operands.items() if value != usual[key]]
     name = format_name(quantizer)
     return f"{name} ({', '.join(words)})" if words else name
-
-
-def _named(name: str) -> Quantizer:
-    if name not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a quantizer, got {name!r}")
-    return RECIPES[name]

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.nn.candidates import check_module, is_stack
 from fp4adam.nn.recipe import format_name
 from fp4adam.tensors import rows
-from fp4adam.tensors.minifloat import CODE_TYPES
+from fp4adam.tensors.layout import CodeType
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 # Parameters of a layer class that are named one by one; of more, their number is given.
 NAMED = 2
-# Classes of layers that multiply as nn.Linear does, and why their weights are left all the same.
-REASONS = {"Conv1D": "its weight is [in, out]"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +37,11 @@ class ParameterSummary:
     init_nbytes: int  # of the value before quantization
     reason: str  # why quantize_model does not take a matrix or a stack of them, or ""
     state_nbytes: int  # of the optimizer, in host memory as well
-    host_nbytes: int  # those in host memory, for a parameter on another device
 
     @property
-    def kind(self) -> str:
-        """The class of its layer, or "biases"."""
-        return "biases" if self.name.rpartition(".")[2] == "bias" else self.layer
+    def numel(self) -> int:
+        """Number of elements, on all ranks."""
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,58 +56,32 @@ class ModelSummary:
         """The quantized parameters."""
         return tuple(p for p in self.parameters if p.is_quantized)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of all parameters, on all ranks."""
-        return sum(math.prod(p.shape) for p in self.parameters)
-
     def total(self, name: str) -> int:
         """The sum of a number over all parameters, such as "nbytes"."""
         return sum(getattr(p, name) for p in self.parameters)
 
     def describe(self) -> str:
         """One line: how many weights are quantized, and what is left in high precision."""
-        weights = sum(p.kind != "biases" for p in self.parameters)
-        share = sum(math.prod(p.shape) for p in self.quantized) / max(self.numel, 1)
+        share = sum(p.numel for p in self.quantized) / max(self.total("numel"), 1)
         left: dict[str, list[ParameterSummary]] = defaultdict(list)
         for p in self.parameters:
             if not p.is_quantized:
-                left[p.kind].append(p)
+                left["biases" if p.name.rpartition(".")[2] == "bias" else p.layer].append(p)
+        n_weights = len(self.parameters) - len(biases := left.get("biases", []))
         words = []
-        for kind in sorted(left, key=lambda kind: -sum(math.prod(p.shape) for p in left[kind])):
-            first, reason = left[kind][0], left[kind][0].reason and f": {left[kind][0].reason}"
-            if kind == "biases":
-                words.append(f"{len(left[kind])} biases")
-            elif len(left[kind]) <= NAMED:
-                words += [f"{p.name} ({kind}{p.reason and ': ' + p.reason})" for p in left[kind]]
+        for kind, some in sorted(left.items(), key=lambda item: -sum(p.numel for p in item[1])):
+            reasons = [p.reason and f": {p.reason}" for p in some]
+            if some is biases:
+                words.append(f"{len(some)} biases")
+            elif len(some) <= NAMED:
+                pairs = zip(some, reasons, strict=True)
+                words += [f"{p.name} ({kind}{reason})" for p, reason in pairs]
             else:
-                words.append(f"{len(left[kind])} of {kind} ({first.name}, ...{reason})")
+                words.append(f"{len(some)} of {kind} ({some[0].name}, ...{reasons[0]})")
         return (
-            f"{len(self.quantized)} of {weights} weights are quantized, {100 * share:.1f} % of "
+            f"{len(self.quantized)} of {n_weights} weights are quantized, {100 * share:.1f} % of "
             f"the parameters; left in high precision: {', '.join(words) or 'nothing'}"
         )
-
-    def _totals(self) -> Iterator[str]:
-        numel, nbytes, state = max(self.numel, 1), self.total("nbytes"), self.total("state_nbytes")
-        yield self.describe()
-        yield (
-            f"{self.numel:,} parameters in {nbytes:,} bytes, {8 * nbytes / numel:.2f} bits per "
-            "parameter"
-        )
-        if init := self.total("init_nbytes"):
-            yield (
-                f"{init:,} bytes more of values before quantization, which FP4Adam frees at its "
-                "first step"
-            )
-        if state:
-            host = self.total("host_nbytes")
-            on_host = f", {host:,} of them in host memory" if host else ""
-            yield (
-                f"{state:,} bytes of the optimizer's state{on_host}, {state / numel:.2f} bytes per "
-                "parameter"
-            )
-        elif self.has_state:
-            yield "no optimizer state yet: the first step creates it"
 
     def __str__(self) -> str:
         table = [("name", "layer", "shape", "format", "bytes", "state bytes")]
@@ -125,7 +95,23 @@ class ModelSummary:
         for row in table:
             cells = zip(row, widths, sides, strict=False)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells))
-        return "\n".join((*lines, "", *self._totals()))
+        names = "numel", "nbytes", "init_nbytes", "state_nbytes"
+        numel, nbytes, init, state = map(self.total, names)
+        bits, per_parameter = 8 * nbytes / max(numel, 1), state / max(numel, 1)
+        lines += ["", self.describe()]
+        lines.append(f"{numel:,} parameters in {nbytes:,} bytes, {bits:.2f} bits per parameter")
+        if init:
+            lines.append(
+                f"{init:,} bytes more of values before quantization, which FP4Adam frees at its "
+                "first step"
+            )
+        if state:
+            lines.append(
+                f"{state:,} bytes of the optimizer's state, {per_parameter:.2f} bytes per parameter"
+            )
+        elif self.has_state:
+            lines.append("no optimizer state yet: the first step creates it")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -133,30 +119,19 @@ class ModelSummary:
 def summary(model: nn.Module, optimizer: Optimizer | None = None) -> ModelSummary:
     """Which parameters of a model are quantized, to which format, and in how many bytes.
 
-    ::
-
-        print(fp4adam.summary(model, optimizer))
-
-    It reads shapes and types alone: models on the meta device and sharded ones have one as well.
-    The result has ``parameters``, ``quantized``, ``describe()`` and ``total(name)`` of a number.
+    Print it, or read ``parameters``, ``quantized``, ``describe()`` and ``total(name)`` of a number.
+    It takes shapes and types alone: models on the meta device and sharded ones have one as well.
 
     Args:
         model: Any module.
         optimizer: Any torch optimizer, whose state is counted; None leaves it out.
-
-    Raises:
-        TypeError: If ``model`` is not an ``nn.Module``, or ``optimizer`` not a torch optimizer.
     """
     check_module(model)
     _check_optimizer(optimizer)
-    owners: dict[nn.Parameter, nn.Module] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, module)
     states = {} if optimizer is None else optimizer.state
     parameters = [
-        _of_parameter(name, owners[param], param, states.get(param, {}))
-        for name, param in model.named_parameters()
+        _of_parameter(name, model.get_submodule(name.rpartition(".")[0]), p, states.get(p, {}))
+        for name, p in model.named_parameters()
     ]
     return ModelSummary(tuple(parameters), optimizer is not None)
 
@@ -172,52 +147,35 @@ def _check_optimizer(optimizer: Optimizer | None) -> None:
 def _of_parameter(
     name: str, module: nn.Module, param: nn.Parameter, state: Any
 ) -> ParameterSummary:
-    own = local(param)
+    own, layer, reason = local(param), type(module).__name__, ""
+    is_lazy = isinstance(own, nn.UninitializedParameter)
+    is_quantized = isinstance(own, QuantizedTensor) or is_foreign(own)
+    shape = () if is_lazy else tuple(param.shape)
     kind, nbytes, init = str(param.dtype).removeprefix("torch."), 0, None
     if isinstance(own, QuantizedTensor):
         kind, nbytes = format_name(own.quantizer), own.nbytes_stored
         init = own._high_precision_init_val
-    elif is_foreign(own):
+    elif is_quantized:
         kind = type(own).__name__
         nbytes = sum(inner.nbytes for inner in vars(own).values() if isinstance(inner, Tensor))
-    elif not isinstance(own, nn.UninitializedParameter):
+    elif not is_lazy:
         nbytes = own.nbytes
-    is_quantized = isinstance(own, QuantizedTensor) or is_foreign(own)
-    shape = () if isinstance(own, nn.UninitializedParameter) else tuple(param.shape)
-    key, layer, reason = name.rpartition(".")[2], type(module).__name__, ""
-    is_other = isinstance(module, nn.modules.conv._ConvNd) or is_stack(module, key)
-    if len(shape) == 3 and not (is_quantized or is_other):
-        reason = "its module has no num_experts that is its first size"
-    elif len(shape) == 2 and not is_quantized:
-        reason = REASONS.get(layer, "")
+        is_other = isinstance(module, nn.modules.conv._ConvNd)
+        if len(shape) == 3 and not (is_other or is_stack(module, name.rpartition(".")[2])):
+            reason = "its module has no num_experts that is its first size"
+        elif len(shape) == 2 and layer == "Conv1D":
+            reason = "its weight is [in, out]"
     # FusedAdam does not show the scales of narrow states. Step counts are on the host.
     leaves = map(local, pytree.tree_leaves(getattr(state, "stored", state)))
     parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    host = sum(part.nbytes for part in parts if part.is_cpu and not own.is_cpu)
-    return ParameterSummary(
-        name,
-        layer,
-        shape,
-        kind,
-        is_quantized,
-        nbytes,
-        0 if init is None else init.nbytes,
-        reason,
-        sum(part.nbytes for part in parts),
-        host,
-    )
+    init_nbytes, state_nbytes = 0 if init is None else init.nbytes, sum(x.nbytes for x in parts)
+    numbers = nbytes, init_nbytes, reason, state_nbytes
+    return ParameterSummary(name, layer, shape, kind, is_quantized, *numbers)
 
 
-# Elements that are compared at a time, which bounds the memory of intermediate results.
-_STRIP = 2**24
 # Bytes of codes per weight that are kept on the host until the next measurement.
 _SAMPLE = 2**20
-# What is summed over the elements of a weight, on all ranks that have a part of it.
-_SUMS = (
-    *("numel", "zeros", "compared", "squares", "squared_errors", "underflows", "nonfinite"),
-    *("codes", "saturated", "sampled", "changed", "moments", "exp_avg_zeros", "exp_avg_sq_zeros"),
-)
-# By number: a sum, and the sum that it is a share of.
+# By number: a sum over the elements of a weight, and the sum that it is a share of.
 _SHARES = {
     "underflow_share": ("underflows", "compared"),
     "nonfinite_share": ("nonfinite", "compared"),
@@ -227,18 +185,11 @@ _SHARES = {
     "exp_avg_zero_share": ("exp_avg_zeros", "moments"),
     "exp_avg_sq_zero_share": ("exp_avg_sq_zeros", "moments"),
 }
+_SUMS = ("squares", "squared_errors", *dict.fromkeys(s for pair in _SHARES.values() for s in pair))
 
 
 class QuantizationMonitor:
     """Measures how well quantized weights represent their masters; it costs only when called.
-
-    ::
-
-        monitor = fp4adam.QuantizationMonitor(model, optimizer)
-        for step, batch in enumerate(batches):
-            ...
-            if step % 100 == 0:
-                wandb.log(monitor.measure(), step=step)
 
     Between calls it keeps at most 1 MiB of codes per weight, in host memory. A call decodes one
     weight at a time to FP32, and waits for the device. With weights of FSDP2 or other DTensors call
@@ -248,9 +199,6 @@ class QuantizationMonitor:
         model: A model with quantized weights, before or after the optimizer's first step.
         optimizer: Its optimizer. None leaves out what compares with masters and moments, unless a
             weight still has its high-precision initial value.
-
-    Raises:
-        TypeError: If ``model`` is not an ``nn.Module``, or ``optimizer`` not a torch optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -264,52 +212,42 @@ class QuantizationMonitor:
     def measure(self) -> dict[str, float]:
         """The numbers of all quantized weights, by ``"<number>/<name of the weight>"``.
 
-        ``"<number>/all"`` is that of all weights together. Shares are between 0 and 1.
-
-        ======================  ====================================================================
-        number                  of a weight
-        ======================  ====================================================================
-        relative_error          norm of (decoded weight - master) over the norm of the master
-        underflow_share         of elements: decoded to 0 though the master is not
-        zero_share              of elements: decoded to 0
-        saturated_share         of codes: with the largest magnitude, 6 or 448
-        changed_share           of codes: other than at the last call; from up to 2**20 bytes
-        amax                    largest magnitude of the decoded weight
-        nonfinite_share         of elements: the master is NaN or infinite
-        exp_avg_zero_share      of elements: the stored first moment is 0
-        exp_avg_sq_zero_share   of elements: the stored second moment is 0 or, in 8 or 16 bits,
-                                the smallest number of its block
-        ======================  ====================================================================
+        ``"<number>/all"`` is that of all weights together. The numbers are "relative_error" against
+        the master, "amax", and shares between 0 and 1: "underflow_share", "zero_share",
+        "saturated_share", "changed_share" since the last call (of up to 2**20 bytes),
+        "nonfinite_share", "exp_avg_zero_share" and "exp_avg_sq_zero_share". The page "Monitoring"
+        says what each means.
 
         Numbers without a basis are left out, such as ``changed_share`` at the first call. Without a
         state, errors are those against the high-precision initial value. Of NVFP4 and MXFP8 weights
         whose directions have scales of their own, the rowwise direction is measured.
         """
-        state = {} if self.optimizer is None else self.optimizer.state
         measured: dict[Any, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
         for name, param in self.model.named_parameters():
-            weight = _quantized(param)
-            if weight is not None:
-                found = self._measure(name, weight, param, state.get(param, {}))
+            weight = local(param)
+            if is_foreign(weight) and not weight.is_meta:
+                weight = BorrowedTensor(weight).tensor
+            if isinstance(weight, QuantizedTensor) and not weight.is_meta:
+                found = self._measure(name, weight, param)
                 measured[sharding_groups(param), weight.device].append((name, found))
-        totals = {}
+        totals: dict[str, dict[str, float]] = {}
         for (groups, device), weights in measured.items():
             totals |= _gather(groups, device, weights)
+        numbers = {}
+        for name, sums in sorted(totals.items()):
+            numbers |= {f"{key}/{name}": value for key, value in _numbers(sums).items()}
         if totals:
             whole = {key: math.fsum(sums[key] for sums in totals.values()) for key in _SUMS}
-            totals["all"] = whole | {"amax": max(sums["amax"] for sums in totals.values())}
-        numbers = {}
-        for name in (*sorted(totals.keys() - {"all"}), *(["all"] if totals else [])):
-            numbers |= {f"{key}/{name}": value for key, value in _numbers(totals[name]).items()}
+            whole["amax"] = max(sums["amax"] for sums in totals.values())
+            numbers |= {f"{key}/all": value for key, value in _numbers(whole).items()}
         return numbers
 
-    def _measure(
-        self, name: str, weight: QuantizedTensor, param: Tensor, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _measure(self, name: str, weight: QuantizedTensor, param: Tensor) -> dict[str, Any]:
         """The sums of this rank's part of a weight, as tensors on its device; and its amax."""
-        part, (n_rows, _) = rows.own_blocks(weight), rows.matrix_shape(weight)
         if not weight.numel():
             return {}
+        state = {} if self.optimizer is None else self.optimizer.state.get(param, {})
+        part = rows.own_blocks(weight)
         decoded = rows.read(part, torch.float32)
         found = {"numel": decoded.numel(), "zeros": (decoded == 0).sum()}
         found["amax"] = decoded.abs().amax()
@@ -320,12 +258,18 @@ class QuantizationMonitor:
         elif "master_param" in state:
             master = local(state["master_param"])
         if master is not None:
-            found |= _compare(decoded, master.reshape(decoded.shape))
+            exact = master.reshape(decoded.shape).to(decoded.device, torch.float32)
+            found["compared"] = decoded.numel()
+            found["squares"] = exact.square().sum(dtype=torch.float64)
+            found["underflows"] = ((decoded == 0) & (exact != 0)).sum()
+            found["nonfinite"] = (~exact.isfinite()).sum()
+            found["squared_errors"] = decoded.sub_(exact).square_().sum(dtype=torch.float64)
         layout = weight.quantizer.layout
         usage = "rowwise" if weight.quantizer.rowwise else "columnwise"
         codes = getattr(part, f"{usage}_data")
         if not getattr(layout, usage).codes.transposed:
-            codes = codes[part._first_row :][:n_rows]  # shards store whole blocks
+            # Shards store whole blocks.
+            codes = codes[part._first_row :][: rows.matrix_shape(weight)[0]]
         found |= self._inspect_codes(name, codes, layout.code_type)
         if "exp_avg" in state and "exp_avg_sq" in state:
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
@@ -335,8 +279,8 @@ class QuantizationMonitor:
             found["exp_avg_sq_zeros"] = (second == 0).sum()
         return found
 
-    def _inspect_codes(self, name: str, codes: Tensor, code_type: str) -> dict[str, Any]:
-        flat, kind = codes.reshape(-1), CODE_TYPES[code_type]
+    def _inspect_codes(self, name: str, codes: Tensor, kind: CodeType) -> dict[str, Any]:
+        flat = codes.reshape(-1)
         # An odd stride meets all columns of a matrix.
         stride = 1 if flat.numel() <= _SAMPLE else -(-flat.numel() // _SAMPLE) | 1
         sample = flat[::stride].cpu()
@@ -354,40 +298,13 @@ def _codes(data: Tensor, bits: int) -> Tensor:
     return torch.stack((data & 15, data >> 4)) if bits == 4 else data
 
 
-def _quantized(param: Tensor) -> QuantizedTensor | None:
-    """This rank's part of a parameter with codes that can be read, else None."""
-    own = local(param)
-    if own.is_meta:
-        return None
-    if isinstance(own, QuantizedTensor):
-        return own
-    return BorrowedTensor(own).tensor if is_foreign(own) else None
-
-
-def _compare(decoded: Tensor, master: Tensor) -> dict[str, Any]:
-    """Sums over a decoded matrix and its master, which may be on another device."""
-    found: dict[str, Any] = defaultdict(int, compared=decoded.numel())
-    height = max(1, _STRIP // max(decoded.shape[1], 1))
-    for mine, theirs in zip(decoded.split(height), master.split(height), strict=True):
-        exact = theirs.to(decoded.device, torch.float32)
-        found["squares"] += exact.square().sum(dtype=torch.float64)
-        found["squared_errors"] += (mine - exact).square_().sum(dtype=torch.float64)
-        found["underflows"] += ((mine == 0) & (exact != 0)).sum()
-        found["nonfinite"] += (~exact.isfinite()).sum()
-    return found
-
-
 def _gather(
     groups: tuple, device: torch.device, weights: list[tuple[str, dict[str, Any]]]
 ) -> dict[str, dict[str, float]]:
     """The sums and amaxes of whole weights, as numbers; one read for all of a device."""
     keys = (*_SUMS, "amax")
-    table = torch.stack(
-        [
-            torch.stack([torch.as_tensor(x.get(k, 0), device=device).double() for k in keys])
-            for _, x in weights
-        ]
-    )
+    flat = [torch.as_tensor(x.get(k, 0), device=device).double() for _, x in weights for k in keys]
+    table = torch.stack(flat).view(len(weights), len(keys))
     for group, kind in groups:
         table = table.to(kind)
         amaxes = table[:, -1].clone()

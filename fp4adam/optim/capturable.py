@@ -38,7 +38,7 @@ def check_option(options: Options, group: Mapping[str, Any]) -> None:
 
 def check_capture(engine: Engine, captured: list) -> None:
     """Raise if a CUDA graph cannot record a step; keeps what its replays read in ``captured``."""
-    options = engine.parameters.options
+    options = engine.targets.options
     if any(map(is_quantized, engine.params)):
         raise RuntimeError(
             f"step() of quantized parameters must not be captured in a CUDA graph, got a call in a "

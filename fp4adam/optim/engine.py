@@ -20,10 +20,10 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.optim.master_weights import find_stale, say_restarted
+from fp4adam.optim.master_weights import find_stale, warn_of_restarts
 from fp4adam.optim.masters import ENTRIES
-from fp4adam.optim.parameter import Parameter, Parameters, State, scales_of
 from fp4adam.optim.step_plan import StepPlan
+from fp4adam.optim.target import State, Target, Targets, scales_of
 from fp4adam.tensors import backend
 
 
@@ -45,7 +45,7 @@ class Engine:
     """Steps parameters together.
 
     Args:
-        parameters: The parameters of the optimizer, and its options.
+        targets: The parameters of the optimizer, and its options.
         groups: Those that are stepped here; both members of a scale group, or none.
         states: The states by parameter; new ones are added.
 
@@ -66,13 +66,13 @@ class Engine:
     on_host = False
 
     def __init__(
-        self, parameters: Parameters, groups: Sequence[Group], states: dict[Tensor, State]
+        self, targets: Targets, groups: Sequence[Group], states: dict[Tensor, State]
     ) -> None:
-        self.parameters = parameters
+        self.targets = targets
         self.groups = list(groups)
         self.states = states
         self.plan: StepPlan | None = None
-        # Groups, parameters, states and sharded weights of the plan.
+        # Groups, parameters, states, structure and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
 
     def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
@@ -84,7 +84,7 @@ class Engine:
             for param in params:
                 group = group_of[param]
                 own.setdefault(id(group), Group(group, [])).params.append(param)
-            part = Engine(self.parameters, [*own.values()], self.states)
+            part = Engine(self.targets, [*own.values()], self.states)
             part.is_part = True
             parts.append(part)
         return parts
@@ -117,7 +117,7 @@ class Engine:
     def all_grads(self) -> list[Tensor | None]:
         """The local gradients of all parameters; None for those that have none."""
         params = self.params
-        return [*map(self.parameters.grad_reader(params), params)]
+        return [*map(self.targets.grad_reader(params), params)]
 
     def grads(self) -> list[Tensor]:
         """The local gradients, as far as there are any."""
@@ -125,13 +125,10 @@ class Engine:
 
     def check_call(self) -> None:
         """Raise if a step is impossible here and now, whatever the parameters are."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
+        checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
+            checks.check_group_names(group)
 
     # What engines with offloaded states do in another way
 
@@ -197,15 +194,12 @@ class Engine:
         """Whether the plan of the last step is valid for this one; a collective call, as a step."""
         if self.plan is None:
             return False
-        groups, params, states, sharded = self._planned
-        if not (
-            _are_same((group for group, _ in self.groups), groups)
-            and _are_same(self.params, params)
-        ):
+        params, states, structure, sharded = self._planned
+        if structure != self._structure() or not _are_same(self.params, params):
             return False
         if sharded:
             settle_written(sharded)
-        return _are_same(self._own_states(), states) and self.plan.fits(self._structure())
+        return _are_same(self._own_states(), states) and self.plan.fits()
 
     def _own_states(self) -> Iterable:
         # Tensors are hashed in Python, so not one by one unless there are others' states.
@@ -213,16 +207,16 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        structure: list = [self.parameters.options]
-        for group, params in self.groups:
-            structure += group["amsgrad"], group["adam_w_mode"], group["fused"]
-            structure += len(params), self.updates(group)
-        return structure
+        names = "amsgrad", "decoupled_weight_decay", "fused"
+        return [
+            *((id(group), len(params), self.updates(group)) for group, params in self.groups),
+            *(group[name] for group, _ in self.groups for name in names),
+        ]
 
     def updates(self, group: dict[str, Any]) -> bool:
         """Whether steps may change the parameters of a group, and not just the moments."""
         # Otherwise only the device knows the learning rate.
-        return self.parameters.options.capturable or updates_params(group)
+        return self.targets.options.capturable or updates_params(group)
 
     def settle(self) -> None:
         """Take back the counts of a step that the device has skipped, which waits for it."""
@@ -237,18 +231,18 @@ class Engine:
 
     def _make_plan(self) -> None:
         self.drop_plan()
-        options, params = self.parameters.options, self.params
+        options, params = self.targets.options, self.params
         sharded = sharded_weights(params)
         if sharded:
             settle_written(sharded)
         if not self.is_part:
-            self.parameters.keep_only(params)
+            self.targets.keep_only(params)
         stepped, moving = self.check()
         self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
-        members = [self.parameters[param] for _, param in pairs]
+        members = [self.targets[param] for _, param in pairs]
         stale = find_stale(members, self.states)
-        say_restarted(len(stale))
+        warn_of_restarts(len(stale))
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
@@ -257,19 +251,13 @@ class Engine:
                 old, group["amsgrad"], member in stale, device
             )
             member.free_initial_value(self.updates(group))
+            member.record()  # if no kernel can be compiled, the next step goes on with this master
             member.bind(group, state, param in moving)
-        structure = self._structure()
-        plan = StepPlan(
-            members,
-            [param for param in params if param not in stepped],
-            structure,
-            self.parameters.grad_reader(params),
-            options,
-        )
-        groups = [group for group, _ in self.groups]
-        self._planned = groups, params, [*self._own_states()], sharded
+        outsiders = [param for param in params if param not in stepped]
+        plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
+        self._planned = params, [*self._own_states()], self._structure(), sharded
         self.plan = plan  # whole, wherever an interrupt comes
-        if not plan.fits(structure):
+        if not plan.fits():
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:
@@ -278,8 +266,8 @@ class Engine:
         Returns:
             The parameters that are stepped, and those that can change.
         """
-        options, params = self.parameters.options, self.params
-        name, read_grad = options.name, self.parameters.grad_reader(params)
+        options, params = self.targets.options, self.params
+        name, read_grad = options.name, self.targets.grad_reader(params)
         for group, _ in self.groups:
             checks.check_options(options, group["amsgrad"])
         checks.check_distinct(params)
@@ -309,13 +297,13 @@ class Engine:
 
     def check_state(self, param: Tensor) -> None:
         """Raise if the state of a parameter does not fit it."""
-        options, state = self.parameters.options, self.states.get(param, {})
+        options, state = self.targets.options, self.states.get(param, {})
         checks.check_state(param, state, options, self.on_host)
 
     def _check_scale_group(self, group: ScaleGroup, peers: list[Tensor]) -> None:
         checks.check_scale_group(peers, group)
         for param in peers:
-            checks.check_steppable(self.parameters.options.name, param)
+            checks.check_steppable(self.targets.options.name, param)
             self.check_state(param)
 
     def _is_in_training(self, param: Tensor) -> bool:
@@ -323,7 +311,7 @@ class Engine:
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
             return False
         try:
-            checks.check_steppable(self.parameters.options.name, param)
+            checks.check_steppable(self.targets.options.name, param)
             self.check_state(param)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # the error is raised once the parameter has a gradient
@@ -336,9 +324,9 @@ class Engine:
         self.settle()
         self.drop_plan()
         settle_written(sharded_weights(params))
-        new: dict[Parameter, State] = {}
-        for member in [self.parameters[param] for param in params]:
-            if member.is_kept and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
+        new: dict[Target, State] = {}
+        for member in [self.targets[param] for param in params]:
+            if member.master.name and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
                 new[member] = {}
                 member.master.store(new[member], member.value())
                 new[member] = self.placed(member.owner, new[member])

@@ -5,6 +5,7 @@ bits. Hooks that autograd and FSDP2 call with complete gradients run these engin
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -26,14 +27,14 @@ class GradientRelease:
 
     def __init__(self, optimizer: "FusedAdam") -> None:
         engine = optimizer._engine
-        _check(engine.parameters.options)
-        engine.drop_plan()
+        _check(engine.targets.options)
+        engine.settle()
         engine.forget()
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
         self._optimizer = weakref.ref(optimizer)
         self._accumulates = False
         self._known: list = []
-        self._implementations: list[int] = []
+        self._implementations: list[int] | None = None
         self._hooks: list[RemovableHandle] = []
         # What steps each parameter, alone or with its scale group.
         self._units: dict[Tensor, Engine] = {}
@@ -70,13 +71,14 @@ class GradientRelease:
         """Register hooks and make units again where parameters or groups have changed."""
         trained = [param for param in engine.params if param.requires_grad]
         implementations = [param._cdata for param in trained]
-        if implementations != self._implementations or not self._hooks:
+        if implementations != self._implementations:
             for param in trained:
                 self._check_param(param)
             for old in self._hooks:
                 old.remove()
-            self._hooks, hook = [], _Hook(self)
+            self._hooks = []
             for param in trained:
+                hook = functools.partial(_release, weakref.ref(self))
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
                 # swap_tensors, which Module.to() may use, exchanges what autograd looks into.
                 param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
@@ -86,17 +88,18 @@ class GradientRelease:
     def _update_units(self, engine: Engine) -> None:
         known = [engine, *engine.membership()]
         if known != self._known:
-            engine.parameters.keep_only(engine.params)
-            self._known, self._units = known, {}
-            for unit in engine.parts(engine.together()):
-                self._units |= dict.fromkeys(unit.params, unit)
+            engine.targets.keep_only(engine.params)
+            self._known = known
+            units = engine.parts(engine.together())
+            self._units = {param: unit for unit in units for param in unit.params}
 
     def _check_param(self, param: Tensor) -> None:
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
-        if any(isinstance(hook, _Hook) and hook.release not in (None, self) for hook in hooks):
+        found = [h.args[0]() for h in hooks if getattr(h, "func", None) is _release]
+        if any(other is not self and _is_in_use(other) for other in found):
             raise RuntimeError(
                 "each parameter must be released by one optimizer, got one of shape "
-                f"{tuple(param.shape)} that another one releases; remove() its handle first"
+                f"{tuple(param.shape)} that is released already; remove() that handle first"
             )
         if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
             raise NotImplementedError(
@@ -180,22 +183,14 @@ class GradientRelease:
             param.grad = None
 
 
-class _Hook:
+def _is_in_use(release: GradientRelease | None) -> bool:
+    return release is not None and release.is_enabled and release._optimizer() is not None
+
+
+def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:
     """What autograd and FSDP2 call once the gradient of a parameter is complete."""
-
-    def __init__(self, release: GradientRelease) -> None:
-        self._release = weakref.ref(release)
-
-    @property
-    def release(self) -> GradientRelease | None:
-        """What it is for, while that is in use."""
-        release = self._release()
-        in_use = release is not None and release.is_enabled and release._optimizer() is not None
-        return release if in_use else None
-
-    def __call__(self, param: Tensor) -> None:
-        if self.release is not None:
-            self.release.release(param)
+    if _is_in_use(release()):
+        release().release(param)
 
 
 def _check(options: Options) -> None:

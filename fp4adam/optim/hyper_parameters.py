@@ -9,7 +9,13 @@ from torch import Tensor
 
 from fp4adam.tensors import backend
 
-_NUMBERS = (float, Tensor, Real)  # the most frequent first
+_WORDS = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "betas[0]": "beta parameter at index 0",
+    "betas[1]": "beta parameter at index 1",
+    "weight_decay": "weight_decay value",
+}
 
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
@@ -22,99 +28,66 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
         NotImplementedError: For ``differentiable``.
         RuntimeError: If ``fused`` and ``foreach`` are both True.
     """
-    lr, betas, foreach = options["lr"], options["betas"], options["foreach"]
     if options["fused"] and options["differentiable"]:
         raise NotImplementedError("`fused` does not support `differentiable`")
-    if options["fused"] and foreach:
+    if options["fused"] and options["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if options["differentiable"]:
         raise NotImplementedError(
             f"differentiable must be False for {name}, got True: the step is one in-place update "
             "outside autograd; torch.optim.AdamW can be differentiated"
         )
-    if isinstance(lr, Tensor):
-        if foreach and not options["capturable"]:
+    for number, value in check_numbers(options).items():
+        if isinstance(value, Tensor) and options["foreach"] and not options["capturable"]:
             raise ValueError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True"
+                f"{number} as a Tensor is not supported for capturable=False and foreach=True"
             )
-        if lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-    _check_at_least(0.0, "learning rate", lr)
-    check_numbers(options)
-    if len(betas) != 2 or len({isinstance(beta, Tensor) for beta in betas}) != 1:
+        if number == "lr" and value < 0:
+            raise ValueError(f"Invalid learning rate: {value}; it must be a number >= 0")
+    if len({isinstance(beta, Tensor) for beta in options["betas"]}) != 1:
         raise ValueError("betas must be either both floats or both Tensors")
-    for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and foreach and not options["capturable"]:
-            raise ValueError(
-                f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True"
-            )
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{i}] must be 1-element")
 
 
-def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> None:
+def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> dict[str, Any]:
     """Check the numbers of a group, which user code may change or a checkpoint may bring.
 
     A negative learning rate is allowed and ascends, as in ``torch.optim``: schedules may end just
     below zero. With ``may_wait=False`` tensors on a device are not checked, because reading them
     would sync.
 
+    Returns:
+        The numbers by name.
+
     Raises:
-        ValueError: If a number is NaN or out of range.
+        ValueError: If a number is NaN or out of range, or a tensor has not one element.
         TypeError: If a value is not a number or a tensor.
     """
-    if not may_wait:
-        options = {name: _on_host(options[name]) for name in ("lr", "eps", "betas", "weight_decay")}
-    _check_at_least(-math.inf, "learning rate", options["lr"])
-    _check_at_least(0.0, "epsilon value", options["eps"])
-    if not isinstance(options["betas"], Iterable):
-        raise TypeError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
-    if len(betas := [*options["betas"]]) != 2:
-        raise ValueError(f"betas must be two numbers, got {options['betas']!r}; pass (0.9, 0.999)")
-    for i, beta in enumerate(betas):
-        _check_number(f"beta parameter at index {i}", beta)
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(
-                f"Invalid beta parameter at index {i}: {beta}; it must be at least 0 and below 1"
+    betas = options["betas"]
+    if not isinstance(betas, Iterable):
+        raise TypeError(f"betas must be two numbers, got {betas!r}; pass (0.9, 0.999)")
+    if len(betas := [*betas]) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}; pass (0.9, 0.999)")
+    numbers = (options["lr"], options["eps"], *betas, options["weight_decay"])
+    found = dict(zip(_WORDS, numbers, strict=True))
+    for name, value in found.items():
+        if not isinstance(value, (float, Tensor, Real)):  # the most frequent first
+            raise TypeError(
+                f"Invalid {_WORDS[name]}: {value!r}; it must be a number, or a one-element tensor"
             )
-    _check_at_least(0.0, "weight_decay value", options["weight_decay"])
-
-
-def check_saved_numbers(options: Mapping[str, Any]) -> None:
-    """:func:`check_numbers` for those of a checkpoint, where tensors must have one element.
-
-    Raises:
-        ValueError: Also if a tensor has another number of elements.
-        TypeError: As :func:`check_numbers`.
-    """
-    betas = options["betas"] if isinstance(options["betas"], Iterable) else ()
-    for value in (options["lr"], options["eps"], options["weight_decay"], *betas):
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"hyper-parameters must be numbers or tensors of one element, got {value!r}; "
-                "the checkpoint is damaged"
-            )
-    check_numbers(options)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"Tensor {name} must be 1-element")
+            if not may_wait and value.device.type != "cpu":
+                continue
+        if name.startswith("betas"):
+            is_right, range_ = 0.0 <= value < 1.0, "at least 0 and below 1"
+        else:
+            is_right, range_ = value >= (-math.inf if name == "lr" else 0.0), "a number >= 0"
+        if not is_right:
+            raise ValueError(f"Invalid {_WORDS[name]}: {value}; it must be {range_}")
+    return found
 
 
 def is_on_device(value: Any) -> bool:
     """Whether kernels can read a hyper-parameter at every step, because it is a tensor there."""
     return isinstance(value, Tensor) and backend.uses_kernels(value.device)
-
-
-def _on_host(value: Any) -> Any:
-    """The value, with 0 in place of each tensor that is not on the CPU."""
-    if type(value) is tuple:
-        return tuple(map(_on_host, value))
-    return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
-
-
-def _check_at_least(least: float, what: str, value: float | Tensor) -> None:
-    _check_number(what, value)
-    if not least <= value:
-        raise ValueError(f"Invalid {what}: {value}; it must be a number >= 0")
-
-
-def _check_number(what: str, value: float | Tensor) -> None:
-    if not isinstance(value, _NUMBERS):
-        raise TypeError(f"Invalid {what}: {value!r}; it must be a number, or a one-element tensor")

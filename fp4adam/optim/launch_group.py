@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
 from typing import TYPE_CHECKING
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.optim.parameter import ALIGNMENT, Parameter
 from fp4adam.optim.step_kernels import Kind, LaunchTensors, step_launch
+from fp4adam.optim.target import ALIGNMENT, Target
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -44,7 +44,7 @@ class LaunchGroup:
     def __init__(
         self,
         kind: Kind,
-        members: list[Parameter],
+        members: list[Target],
         read_grad: Callable[[Tensor], Tensor | None],
         grads_vary: bool,
     ) -> None:
@@ -111,13 +111,13 @@ class LaunchGroup:
         """Rows of the tensor table; the columns for gradient and scalars are 0."""
         return list(map(self._row, self.members, self.shapes))
 
-    def _table_shape(self, member: Parameter) -> tuple[int, int]:
+    def _table_shape(self, member: Target) -> tuple[int, int]:
         """Rows and columns of a member in the table; plain tensors are read flat."""
         if self.kind.quantizer is None:
             return member.stepped.numel(), 1
         return matrix_shape(member.param)
 
-    def _row(self, member: Parameter, shape: tuple[int, int]) -> list[int]:
+    def _row(self, member: Target, shape: tuple[int, int]) -> list[int]:
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
@@ -153,11 +153,11 @@ def make_launches(
         listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars)
         group.launch = step_launch(group.kind, listed)
     if device.type == "cuda":
-        from fp4adam.kernels.launch.launch import compiled_together
+        from fp4adam.kernels.launch.launch import compile_together
 
-        with torch.cuda.device(device), compiled_together():
-            for group in groups:
-                group.launch.compile(*tables.signals(None, None, None))
+        signals = tables.signals(None, None, None)
+        with torch.cuda.device(device):
+            compile_together(partial(group.launch.compile, *signals) for group in groups)
     return tables
 
 

@@ -1,20 +1,17 @@
 """FP32 master weights of quantized parameters for any optimizer of torch's interface.
 
-The inner optimizer owns the masters and steps them as if they were the parameters. Groups and
-states are shown under the model's parameters, so schedulers, clipping and checkpoints see an
-optimizer of the model.
+The inner optimizer shares groups and states with this one. During a step, masters with FP32
+gradients take the place of the parameters there; between steps they are entries of the states.
 """
 
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.cast import cast
@@ -25,34 +22,38 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.engine import Engine
+from fp4adam.optim.master_weights import (
+    adopt,
+    find_stale,
+    together,
+    warn_of_loaded,
+    warn_of_restarts,
+)
+from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
-from fp4adam.optim.parameter import Parameter as Stepped
-from fp4adam.optim.parameter import Parameters
-from fp4adam.optim.te_layout import stored_state
-
-_OF_GROUP = ("params", "param_names")
+from fp4adam.optim.target import Target, Targets, is_own_master
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 class MasterWeightOptimizer(Optimizer):
     """Trains quantized parameters with any optimizer, such as ``torch.optim.Muon``.
 
-    Every quantized, BF16 or FP16 parameter gets an FP32 master weight. ``optimizer_class`` is
-    constructed with the masters and steps them with FP32 copies of the gradients, which are freed
-    after the step. Then all masters are rounded to their parameters: quantized parameters in one
+    Quantized, BF16 and FP16 parameters get FP32 masters, which the inner optimizer steps with FP32
+    copies of the gradients. Then all masters are rounded to their parameters: quantized ones in one
     pass that takes the same number of launches for one weight as for all. FP32 and FP64 parameters
-    have no master and are stepped themselves. After every step the bytes of a quantized parameter
-    are those of ``param.quantizer.quantize(master_param)``. A step with lr = 0 leaves them alone.
+    are stepped themselves. After every step the bytes of a quantized parameter are those of
+    ``param.quantizer.quantize(master_param)``. A step with lr = 0 leaves them alone.
 
     Use it like the optimizer itself: schedulers, clipping, ``GradScaler``, DDP, FSDP2 and
-    ``torch.distributed.checkpoint`` see the parameters of the model. ``state_dict()`` holds the
-    states of the inner optimizer and ``master_param`` for each parameter, as that of
-    :class:`FP4Adam`; over ``torch.optim.AdamW``, either loads the other's.
+    ``torch.distributed.checkpoint`` see the parameters of the model. Groups and states are those of
+    the inner optimizer, with ``master_param`` beside, as in :class:`FP4Adam`; over
+    ``torch.optim.AdamW``, either loads the other's checkpoints.
 
-    A master starts from the high-precision initial value if the parameter still has it, otherwise
-    from its decoded values. If other code overwrites the parameter later, the master restarts
-    from the new value at the next step. With sharded parameters the masters are DTensors, so the
-    inner optimizer has to work with these, and every rank has to take part in every step.
+    A master is made in the first step with a gradient, from the high-precision initial value if the
+    parameter still has it, otherwise from its decoded values, and restarts when other code has
+    overwritten the parameter. Masters of sharded parameters are DTensors, so the inner optimizer
+    has to work with these, and every rank has to take part in every step.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups, with any options
@@ -61,18 +62,15 @@ class MasterWeightOptimizer(Optimizer):
             optimizer of parameter groups and options.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        states: "32bit". The inner optimizer steps the masters as its parameters, in FP32, and has
-            options of its own for its states; FP4Adam stores all of them in 8 or 16 bits.
         options: Further arguments of ``optimizer_class``, such as ``lr``.
 
     Attributes:
-        inner: The optimizer of the masters.
+        inner: The optimizer that steps the masters.
 
     Raises:
         TypeError: If ``optimizer_class`` does not make a ``torch.optim.Optimizer``, or a parameter
             is of another package's class without an adapter.
-        ValueError: For an unknown ``quantize_from``, ``states`` other than "32bit", and for
-            parameters that cannot be trained.
+        ValueError: For an unknown ``quantize_from`` and for parameters that cannot be trained.
         RuntimeError: For parameters on the meta device.
     """
 
@@ -84,129 +82,138 @@ class MasterWeightOptimizer(Optimizer):
         optimizer_class: Callable[..., Optimizer],
         *,
         quantize_from: Literal["master", "param_dtype"] = "master",
-        states: Literal["32bit"] = "32bit",
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        checks.check_whole_masters(type(self).__name__, states)
-        self.quantize_from = quantize_from
-        self._set_up()
-        # What the inner optimizer steps for each parameter: its master, or the parameter itself.
-        self._stepped: dict[Tensor, Tensor] = {}
-        # The parameters that have been stepped, or loaded. Only these have a state.
-        self._in_use: set[Tensor] = set()
+        if not callable(optimizer_class):
+            given = optimizer_class if isinstance(optimizer_class, str) else type(optimizer_class)
+            raise TypeError(
+                f"optimizer_class must be a class such as torch.optim.Muon, got {given!r}; pass "
+                "the class, and its options as keywords"
+            )
+        self._set_up(quantize_from)
         super().__init__(params, {})
-        self.inner = optimizer_class([self._inner_group(g) for g in self.param_groups], **options)
-        if not isinstance(self.inner, Optimizer):
+        # Some optimizers check parameters, or make states, at once.
+        self._enter(self._new_masters(self._params()))
+        inner = optimizer_class([{**group} for group in self.param_groups], **options)
+        if not isinstance(inner, Optimizer):
             raise TypeError(
                 "optimizer_class must make a torch.optim.Optimizer, got a "
-                f"{type(self.inner).__name__}; pass a class such as torch.optim.Muon"
+                f"{type(inner).__name__}; pass a class such as torch.optim.Muon"
             )
-        self.defaults = self.inner.defaults
-        self._take_options()
+        self.inner, self.defaults = inner, inner.defaults
+        self._leave(keeps=False)
 
-    # Parameters, their masters and groups
+    def _set_up(self, quantize_from: str) -> None:
+        self.quantize_from = quantize_from
+        options = Options(type(self).__name__, quantize_from=quantize_from)
+        self._targets = Targets(options)
+        self._masters: dict[Tensor, Tensor] = {}  # while they are in the place of parameters
 
-    def _set_up(self) -> None:
-        name = type(self).__name__
-        self._parameters = Parameters(Options(name, quantize_from=self.quantize_from))
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"inner": self.inner, "quantize_from": self.quantize_from}
+        return {**super().__getstate__(), **own}
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set_up(state["quantize_from"])
+        super().__setstate__(state)
+        self._targets.meet(self._params())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, here and to the inner optimizer."""
-        count, known = len(self.param_groups), dict(self._stepped)
+        """Add a parameter group."""
+        count = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            for param in group["params"]:
-                checks.check_param(self._parameters.options, param)
+            if "inner" in vars(self):
+                self.inner.add_param_group(param_group)
+            else:
+                super().add_param_group(param_group)
+            for param in self.param_groups[-1]["params"]:
+                checks.check_param(self._targets.options, param)
                 if param.is_meta:
                     raise RuntimeError(
                         f"parameters must have values for {type(self).__name__}, got one of shape "
                         f"{tuple(param.shape)} on the meta device; materialize the model first"
                     )
-            self._stepped |= self._make_masters(group["params"])
-            if "inner" in vars(self):
-                self.inner.add_param_group(self._inner_group(group))
-                # Not of the others, which schedulers may have changed since the last step.
-                group.update(_options(self.inner.param_groups[-1]))
-        except BaseException:
+        except Exception:
             del self.param_groups[count:]
-            self._stepped = known
-            if "inner" in vars(self):
-                del self.inner.param_groups[count:]
             raise
 
-    def _make_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """What to step for each parameter: a new master with its value, or the parameter itself."""
-        stepped: dict[Tensor, Tensor] = {}
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _with_masters(self) -> list[Target]:
+        """Those with a master in their state."""
+        targets = [self._targets[p] for p in self._params() if MASTER in self.state.get(p, {})]
+        return [target for target in targets if target.master.name]
+
+    # Masters in the place of parameters
+
+    def _new_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """New masters of those of ``params`` that are stepped by one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [*map(self._parameters.__getitem__, params)]
-            for view in views:
-                stepped[view.owner] = view.owner
-                if view.has_master:
-                    stepped[view.owner] = Parameter(like(view.owner, view.value()))
-                    view.record()
-        return stepped
+            targets = [self._targets[param] for param in params]
+            return {t.owner: like(t.owner, t.value()) for t in targets if t.master.name}
 
-    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group of the inner optimizer: the same options for the masters."""
-        masters: list[Any] = [self._stepped[param] for param in group["params"]]
-        if "param_names" in group:
-            masters = [*zip(group["param_names"], masters, strict=True)]
-        return {**_options(group), "params": masters}
+    def _enter(self, masters: dict[Tensor, Tensor]) -> None:
+        """Put masters in the place of parameters, with FP32 copies of their gradients."""
+        self._masters = masters
+        if "inner" in vars(self):  # other code may have replaced these
+            self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, master in masters.items():
+                if param.grad is not None:
+                    master.grad = like(param, local(param.grad).to(torch.float32))
+        self._exchange(masters)
 
-    def _take_options(self) -> None:
-        """Copy the options of the inner optimizer's groups, which it may have changed."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(inner))
+    def _leave(self, keeps: bool = True) -> None:
+        """Put parameters back, and their masters into the states if these are kept."""
+        masters, self._masters = self._masters, {}
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._exchange({master: param for param, master in masters.items()})
+        for param, master in masters.items() if keeps else ():
+            master.grad = None
+            self.state.setdefault(param, {})[MASTER] = master
 
-    def _give_options(self) -> None:
-        """Copy the options of the groups, which schedulers change, to the inner optimizer's."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(group))
+    def _exchange(self, by: Mapping[Tensor, Tensor]) -> None:
+        """Exchange tensors in groups and states, whose lists and dictionaries stay the same."""
+        for group in self.param_groups:
+            group["params"][:] = [by.get(param, param) for param in group["params"]]
+        states = [*self.state.items()]
+        self.state.clear()
+        for key, state in states:
+            self.state[by.get(key, key) if isinstance(key, Tensor) else key] = state
 
-    # The state, which the inner optimizer has under the masters
+    def _enter_step(self, params: Iterable[Tensor] = ()) -> None:
+        """Put all masters in the place of their parameters; make those of ``params`` first."""
+        masters = {t.owner: self.state[t.owner][MASTER] for t in self._with_masters()}
+        new = self._new_masters(param for param in params if param not in masters)
+        for param in new:
+            self._targets[param].record()
+        for param in self._params():
+            state = self.state.get(param, {})
+            if state.pop(MASTER, None) is not None and not state:
+                del self.state[param]  # which tells many optimizers that it is the first step
+        self._enter(masters | new)
 
-    @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Read-only: the state of each parameter that has been stepped, with ``master_param``."""
-        if "inner" not in vars(self):
-            return MappingProxyType({})
-        of_masters = self.inner.state
-        states = {}
-        for param, master in self._stepped.items():
-            if param in self._in_use:
-                states[param] = (
-                    dict(stored_state(of_masters[master])) if master in of_masters else {}
-                )
-                if master is not param:
-                    states[param]["master_param"] = master.detach()
-        return MappingProxyType(states)
+    @contextlib.contextmanager
+    def masters(self) -> Iterator[None]:
+        """Show the inner optimizer masters in a ``with`` block, and round them afterwards.
 
-    @state.setter
-    def state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        if state:  # torch.optim begins with an empty one
-            raise AttributeError(
-                f"the state of {type(self).__name__} cannot be set, got {len(state)} entries; "
-                "call load_state_dict, or change that of its inner optimizer"
-            )
+        For what optimizers do between steps, such as schedule-free ones::
 
-    def _master_states(self) -> dict[Tensor, dict[str, Any]]:
-        stepped = self._stepped.items()
-        return {p: {"master_param": m.detach()} for p, m in stepped if m is not p}
+            with optimizer.masters():
+                optimizer.inner.eval()
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("defaults", "param_groups", "inner", "quantize_from", "_stepped", "_in_use")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A set of tensors cannot be copied by torch.optim's own loading, nor can a state be set.
-        super().__setstate__({name: value for name, value in state.items() if name != "state"})
-        self._set_up()
-        self._parameters.meet(self._params())
+        Only parameters that have been stepped have a master. With sharded parameters, call it on
+        every rank.
+        """
+        self._prepare()
+        try:
+            self._enter_step()
+            yield
+        finally:
+            self._leave()
+        self._write(self._params())
 
     # The step
 
@@ -221,178 +228,111 @@ class MasterWeightOptimizer(Optimizer):
             What the inner optimizer returns.
 
         Raises:
-            RuntimeError: If a gradient is sparse, a parameter has another shape, dtype or device
-                than its master, is in none of the groups any more, or the call is in inference
-                mode. Nothing has changed then.
+            RuntimeError: If a gradient is sparse, a parameter has another shape or device than its
+                master, or the call is in inference mode. Nothing has changed then.
         """
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step() must not be called in inference mode, got torch.inference_mode(): state "
-                "created there cannot be updated outside; call it outside inference mode"
-            )
-        views = self._checked_views()
-        self._give_options()
-        try:
-            self._restart(views)
-            if closure is None:
-                self._pass_gradients()
-                result = self.inner.step()
-            else:
-                result = self.inner.step(self._evaluation(closure))
-            self._take_options()
-            self._write({param for param in views if param.grad is not None})
-        finally:
-            for param, master in self._stepped.items():
-                if master is not param:
-                    master.grad = None
-        return result
-
-    def _evaluation(self, closure: Callable[[], float]) -> Callable[[], float]:
+        checks.check_mode()
+        self._prepare()
         calls = 0
 
         def evaluate() -> float:
             nonlocal calls
+            self._leave()
             if calls:
-                self._write({param for param in self._stepped if param.grad is not None})
+                self._finish()
             calls += 1
             with torch.enable_grad():
                 loss = closure()
-            self._pass_gradients()
+            self._enter_step(self._with_gradients())
             return loss
 
-        return evaluate
+        try:
+            self._enter_step(self._with_gradients())
+            result = self.inner.step() if closure is None else self.inner.step(evaluate)
+        finally:
+            self._leave()
+        self._finish()
+        return result
 
     @torch.no_grad()
-    def _checked_views(self) -> dict[Tensor, Stepped]:
-        """The views of all parameters; raises if one does not fit its master or its gradient."""
-        params = self._params()
+    def _prepare(self) -> None:
+        """Raise if a parameter cannot be stepped; restart masters that other code has replaced."""
+        name, params = type(self).__name__, self._params()
         checks.check_distinct(params)
-        if {*params} != self._stepped.keys():
-            raise RuntimeError(
-                f"parameters of {type(self).__name__} must be those that it was made of, got "
-                "others in param_groups; use add_param_group, or create a new optimizer"
-            )
+        together: dict[Hashable, list[Tensor]] = defaultdict(list)
         with torch._C.DisableTorchFunctionSubclass():
-            views = {param: self._parameters[param] for param in params}
-            sharing: dict[Hashable, list[Tensor]] = defaultdict(list)
-            for param, view in views.items():
-                self._check_view(view)
-                sharing[view.scales].append(param)
-            for scales, peers in sharing.items():
+            for param in params:
+                together[self._targets[param].scales].append(param)
+                if param.grad is not None:
+                    checks.check_gradient(name, param, local(param.grad))
+                kept = {k: x for k, x in self.state.get(param, {}).items() if k == MASTER}
+                checks.check_state(param, kept, self._targets.options)
+            for scales, peers in together.items():
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
-        return views
+            settle_written(sharded_weights(params))
+            stale = find_stale(self._with_masters(), self.state)
+            warn_of_restarts(len(stale))
+            self._engine.reset_masters([target.owner for target in stale])
 
-    def _check_view(self, view: Stepped) -> None:
-        name, param, master = type(self).__name__, view.owner, self._stepped[view.owner]
-        if param.grad is not None:
-            checks.check_gradient(name, param, local(param.grad))
-        kept = local(master)
-        is_same = (kept.shape, kept.device) == (local(param).shape, local(param).device)
-        if view.has_master != (master is not param) or not is_same:
-            raise RuntimeError(
-                f"parameters must keep shape, device and kind of dtype for {name}, got one of "
-                f"shape {tuple(local(param).shape)} and {param.dtype} on {local(param).device}, "
-                f"stepped as {tuple(kept.shape)} of {kept.dtype} on {kept.device}; "
-                "optimizer.load_state_dict(optimizer.state_dict()) moves the state to the "
-                "parameter's device, for another shape or dtype create a new optimizer"
-            )
+    @property
+    def _engine(self) -> Engine:
+        """What resets masters; it steps nothing."""
+        return Engine(self._targets, [], self.state)
+
+    def _with_gradients(self) -> list[Tensor]:
+        """The parameters with a gradient, and all that share scales with them."""
+        scales = {p: self._targets[p].scales for p in self._params()}
+        chosen = {scales[param] for param in scales if param.grad is not None}
+        return [param for param in scales if scales[param] in chosen]
+
+    def _finish(self) -> None:
+        """Round the masters that have been stepped to their parameters."""
+        stepped = {*self._with_gradients()}
+        for group in self.param_groups:
+            moves = "lr" not in group or updates_params(group)
+            for param in stepped & {*group["params"]}:
+                self._targets[param].free_initial_value(moves)
+                if not moves:
+                    stepped.discard(param)
+        self._write(stepped)
 
     @torch.no_grad()
-    def _restart(self, views: Mapping[Tensor, Stepped]) -> None:
-        """Restart the masters of parameters that other code has written."""
+    def _write(self, params: Iterable[Tensor]) -> None:
+        """Round masters to those of ``params`` that have one; a scale group is written whole."""
         with torch._C.DisableTorchFunctionSubclass():
-            settle_written(sharded_weights(views))
-            for view in self._left(views.values()):
-                local(self._stepped[view.owner]).copy_(view.value())
-                view.record()
-
-    def _left(self, views: Iterable[Stepped]) -> Container[Stepped]:
-        masters = [view for view in views if view.has_master]
-        return find_stale(masters, self._master_states())
-
-    @torch.no_grad()
-    def _pass_gradients(self) -> None:
-        """Give the masters the gradients of their parameters, in FP32."""
-        for param, master in self._stepped.items():
-            if master is param:
-                continue
-            grad = param.grad
-            if grad is not None:
-                checks.check_gradient(type(self).__name__, param, local(grad))
-                grad = like(param, local(grad).to(torch.float32))
-            master.grad = grad
-
-    def write_back(self) -> None:
-        """Round all masters to their parameters, after code other than ``step()`` changed masters.
-
-        Some optimizers do so between steps, such as schedule-free ones in ``inner.eval()``. With
-        sharded parameters, call it on every rank.
-        """
-        self._checked_views()
-        self._write({*self._stepped}, even_frozen=True)
-
-    @torch.no_grad()
-    def _write(self, params: set[Tensor], even_frozen: bool = False) -> None:
-        """Round the masters of ``params`` to them; a new amax changes all that share it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            with_masters = [p for p, master in self._stepped.items() if master is not p]
-            views = {param: self._parameters[param] for param in with_masters}
-            moving = {
-                param
-                for group in self.param_groups
-                for param in group["params"]
-                if even_frozen or "lr" not in group or updates_params(group)
-            }
-            stepped = [view for param, view in views.items() if param in params]
-            for view in stepped:
-                view.free_initial_value(view.owner in moving)
-            scales = {view.scales for view in stepped if view.owner in moving}
-            written = [view for view in views.values() if view.scales in scales]
-            masters = [local(self._stepped[view.owner]) for view in written]
-            quantized = [i for i, view in enumerate(written) if type(view) is not Stepped]
-            plain = [i for i, view in enumerate(written) if type(view) is Stepped]
-            borrowed = [view.borrowed for view in written if view.borrowed is not None]
+            chosen = {self._targets[param].scales for param in params}
+            targets = [target for target in self._with_masters() if target.scales in chosen]
+            quantized = [each for each in targets if isinstance(each.param, QuantizedTensor)]
+            borrowed = [each.borrowed for each in targets if each.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
             cast(
-                [written[i].param for i in quantized],
-                [masters[i] for i in quantized],
-                [written[i].write_dtype for i in quantized],
-                [written[i].shard_infos() for i in quantized],
-                [written[i].scales for i in quantized],
+                [each.param for each in quantized],
+                [local(self.state[each.owner][MASTER]) for each in quantized],
+                [each.write_dtype for each in quantized],
+                [each.shard_infos() for each in quantized],
+                [each.scales for each in quantized],
             )
-            torch.autograd.graph.increment_version([written[i].owner for i in quantized])
-            if plain:
-                torch._foreach_copy_([written[i].param for i in plain], [masters[i] for i in plain])
+            for target in targets:
+                if target not in quantized:
+                    target.write(local(self.state[target.owner][MASTER]))
             scales_of_others()
-            torch.autograd.graph.increment_version([one.source for one in borrowed])
-            for view in {*stepped, *written}:
-                view.record()
-            self._in_use |= params
+            sources = [one.source for one in borrowed]
+            torch.autograd.graph.increment_version([*(t.owner for t in quantized), *sources])
+            for target in targets:
+                target.record()
 
     @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
-        A step does this by itself if it finds other bytes in a parameter than it left there; see
-        :meth:`FP4Adam.reset_master_weights`.
-
-        Args:
-            params: The parameters to restart; None for all.
-
-        Raises:
-            ValueError: If one is not a parameter of this optimizer.
+        See :meth:`FP4Adam.reset_master_weights`.
         """
-        params = [*self._stepped] if params is None else [*params]
-        checks.check_known(params, self._stepped)
+        params = self._params() if params is None else [*params]
+        checks.check_known(params, self._params())
         with torch._C.DisableTorchFunctionSubclass():
-            settle_written(sharded_weights(params))
-            views = [view for view in map(self._parameters.__getitem__, params) if view.has_master]
-            for view in views:
-                local(self._stepped[view.owner]).copy_(view.value())
-                view.free_initial_value()
-                view.record()
+            self._engine.reset_masters(params)
 
     # Checkpoints
 
@@ -402,117 +342,67 @@ class MasterWeightOptimizer(Optimizer):
         As in ``torch.optim``, tensors are the optimizer's own, not copies. If other code has
         written to a parameter, its value replaces the outdated master.
         """
+        state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            views = [self._parameters[param] for param in self._in_use if not param.is_meta]
-            left = self._left(views)
-            values = {v.owner: like(v.owner, v.value()) for v in views if v in left}
-
-        def replace(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            stale = {each.owner: each for each in find_stale(self._with_masters(), self.state)}
             for param, key in saving.saved_keys(self.param_groups, state_dict):
-                if param in values:
-                    state_dict["state"][key]["master_param"] = values[param]
+                if param in stale:
+                    value = like(param, stale[param].value())
+                    state_dict["state"][key] = {**state_dict["state"][key], MASTER: value}
+        return state_dict
 
-        handle = self.register_state_dict_post_hook(replace, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
-
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class with the same ``optimizer_class``, or by that itself.
 
         States are not rounded to the dtype of their parameters, and nothing is shared with
-        ``state_dict``. Masters that it lacks start from the parameters. Model and optimizer may be
-        loaded in any order; parameters keep their values, except as described in
+        ``state_dict``. Masters that it lacks start from the parameters. Load the model first; see
         :meth:`FP4Adam.load_state_dict`. With sharded parameters, call it on every rank, with states
         of its shards or, for tensors of the shape of their parameter, whole ones.
 
         Raises:
             ValueError: If groups or masters do not fit; nothing has changed then.
         """
-        loaded: dict[str, Any] = {}
-
-        def take(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            saving.check_is_state_dict(state_dict)
-            saving.check_groups(self.param_groups, state_dict)
-            saving.check_masters(self.param_groups, state_dict)
-            loaded.update(state_dict)
-            return {**state_dict, "state": {}}  # torch.optim checks the groups
-
-        def restore(optimizer: Optimizer) -> None:
-            self._restore(loaded)
-
-        objects = (self, self.inner)
-        before = [dict(vars(each)) for each in objects]
-        masters = [master for param, master in self._stepped.items() if master is not param]
-        values = [local(master).detach().clone() for master in masters]
-        try:
-            with (
-                _hooked(self.register_load_state_dict_pre_hook, take, prepend=False),
-                _hooked(self.register_load_state_dict_post_hook, restore),
-            ):
-                super().load_state_dict(state_dict)
-        except BaseException:
-            for each, attributes in zip(objects, before, strict=True):
-                vars(each).update(attributes)
-            for master, value in zip(masters, values, strict=True):
-                if is_dtensor(master):
-                    local(master).detach().copy_(value)
-                else:
-                    master.data = value  # on the device where it was
-            self._parameters.forget_marks()
-            raise
-
-    @torch.no_grad()
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        keys = dict(saving.saved_keys(self.param_groups, loaded))
-        states = {
-            key: {name: _own_part(param, value) for name, value in loaded["state"][key].items()}
-            for param, key in keys.items()
-        }
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        saving.check_is_state_dict(state_dict)
+        saving.check_groups(self.param_groups, state_dict)
+        saving.check_masters(self.param_groups, state_dict)
         with torch._C.DisableTorchFunctionSubclass():
-            self._move_masters()
-            views = {param: self._parameters[param] for param in self._stepped}
-            masters = {param: states[key].pop("master_param", None) for param, key in keys.items()}
-            others = {k: v for k, v in loaded["state"].items() if k not in states}
-            groups = [
-                {**_options(group), "params": saved["params"]}
-                for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True)
-            ]
-            self.inner.load_state_dict({"state": {**others, **states}, "param_groups": groups})
-            for param, saved in masters.items():
-                view = views[param]
-                if view.has_master:
-                    value = view.value() if saved is None else local(saved)
-                    local(self._stepped[param]).copy_(value)
-                elif saved is not None:
-                    saving.adopt_master(view, {"master_param": saved})
-            self._in_use = {*keys}
-            with_masters = [views[param] for param in keys if views[param].has_master]
-            states = self._master_states()
-            adopt(with_masters, lambda view: states[view.owner])
+            self._load(state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
-    def _move_masters(self) -> None:
-        """Move masters to the devices of their parameters, before states are loaded."""
-        for param, master in self._stepped.items():
-            if master.device != param.device and not is_dtensor(param):
-                master.data = master.to(param.device)
-
-
-@contextlib.contextmanager
-def _hooked(
-    register: Callable[..., Any], hook: Callable[..., Any], prepend: bool = True
-) -> Iterator[None]:
-    """Register a hook of torch.optim for the duration of a ``with`` block."""
-    handle = register(hook, prepend=prepend)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _OF_GROUP}
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        states, loaded = dict(state_dict["state"]), {}
+        for param, key in saving.saved_keys(self.param_groups, state_dict):
+            states[key] = {name: _own_part(param, value) for name, value in states[key].items()}
+            loaded[self._targets[param]] = states[key].pop(MASTER, None)
+        masters = self._new_masters(target.owner for target in loaded)
+        with_masters = []
+        n_other = 0
+        for target, value in loaded.items():
+            if value is not None and target.master.name:
+                masters[target.owner] = value.to(target.param.device, torch.float32)
+                target.forget()
+                with_masters.append(target)
+            elif value is not None and is_own_master(target.owner):
+                n_other += not saving.adopt_master(target, local(value))
+        groups, before = self.param_groups, self.state
+        self.state = defaultdict(dict)
+        try:
+            self._enter(masters)
+            self.inner.load_state_dict({**state_dict, "state": states})
+        except BaseException:
+            self._leave()  # also of these groups, whose lists of parameters go on
+            self.param_groups, self.state = groups, before
+            self.inner.param_groups, self.inner.state = groups, before
+            raise
+        self._leave()
+        for peers in together(with_masters):
+            n_other += adopt(peers, [self.state[target.owner] for target in peers]).count(False)
+        warn_of_loaded(n_other, 0)
 
 
 def _own_part(param: Tensor, value: Any) -> Any:

@@ -6,7 +6,7 @@ the codes.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress
 
 import torch
@@ -15,14 +15,10 @@ from torch import Tensor
 from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.parameter import Parameter
-
-ReadGrad = Callable[[Tensor], Tensor | None]
+from fp4adam.optim.target import ReadGrad, Target
 
 
-def quantized_after_step(
-    peers: Sequence[Parameter], read_grad: ReadGrad, takes_kernels: Callable[[Parameter], bool]
-) -> bool:
+def quantized_after_step(peers: Sequence[Target], read_grad: ReadGrad) -> bool:
     """Whether parameters that share an amax must all be updated before any of them is quantized.
 
     This is so unless a single launch steps all of them and finds the amax on the way.
@@ -31,9 +27,8 @@ def quantized_after_step(
         return False
     grads = [read_grad(member.owner) for member in peers]
     return not (
-        all(map(takes_kernels, peers))
-        and all(map(Parameter.fits_a_launch, peers, grads))
-        and len({*map(Parameter.launch_key, peers, grads)}) == 1
+        all(map(Target.fits_a_launch, peers, grads))
+        and len({*map(Target.launch_key, peers, grads)}) == 1
         and len({grad is None for grad in grads}) == 1
     )
 
@@ -48,11 +43,11 @@ class QuantizeAfterStep:
     """
 
     def __init__(
-        self, members: Sequence[Parameter], groups: Sequence[LaunchGroup], read_grad: ReadGrad
+        self, members: Sequence[Target], groups: Sequence[LaunchGroup], read_grad: ReadGrad
     ) -> None:
         self._read_grad = read_grad
-        scale_groups: dict[Hashable, list[Parameter]] = defaultdict(list)
-        shards: dict[Hashable, list[Parameter]] = defaultdict(list)
+        scale_groups: dict[Hashable, list[Target]] = defaultdict(list)
+        shards: dict[Hashable, list[Target]] = defaultdict(list)
         for member in members:
             if member.quantized_after_step and not member.shards:
                 scale_groups[member.scales].append(member)
@@ -61,7 +56,7 @@ class QuantizeAfterStep:
                 alone = not member.master.codec.exact
                 shards[member.owner if alone else member.param.device].append(member)
         self._scale_groups = [*scale_groups.values()]
-        self._casts: list[tuple[LocalCast, list[Parameter]]] = []
+        self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
         for alike in shards.values():
             one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
@@ -72,7 +67,7 @@ class QuantizeAfterStep:
                 for member, slot in zip(group.members, group.slots, strict=True):
                     amaxes[member.owner] = group.launch.amaxes[slot : slot + 1], []
         self._exchanges = exchanges(
-            (m.shards, Exchanged(m.param._shared.global_spec, *amaxes[m.owner], m.scales))
+            (m.shards, Exchanged(m.param.global_spec, *amaxes[m.owner], m.scales))
             for m in members
             if m.shards
         )
@@ -119,7 +114,7 @@ class QuantizeAfterStep:
                     member.settle_master()
 
 
-def _values(members: Sequence[Parameter]) -> list[Tensor]:
+def _values(members: Sequence[Target]) -> list[Tensor]:
     """The values to quantize, also of members without a gradient, whose master is their value."""
     values = [m.whole_value() for m in members]
     for member, value in zip(members, values, strict=True):

@@ -21,10 +21,9 @@ is NaN. ``fp4adam.kernels.tiles.remainder`` computes the same bits.
 import torch
 from torch import Tensor
 
-from fp4adam.optim.state_codec import Int8
-from fp4adam.tensors import minifloat, rows
+from fp4adam.formats import minifloat
+from fp4adam.tensors import rows
 from fp4adam.tensors.layout import Layout
-from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
@@ -44,17 +43,18 @@ _ODD = 0x1E3779B97F4A7C15
 def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
-    powers = _decoded(param, _powers(part._shared.tensors, layout))
-    if _caps(layout):
-        powers += _decoded(param, _largest(part._shared.tensors, layout))
-    return powers.mul_(1 / (UNITS_PER_GAP * CODE_TYPES[layout.code_type].per_power))
+    powers = _decoded(param, _powers(part.inner, layout))
+    is_mxfp4 = layout.code_type.name == "e2m1" and layout.scale_type == "e8m0"
+    if is_mxfp4 and layout.scale_rule.rounding == 0:  # 6 stands for magnitudes up to 8
+        powers += _decoded(param, _largest(part.inner, layout))
+    return powers.mul_(1 / (UNITS_PER_GAP * layout.code_type.per_power))
 
 
 def largest_values(param: QuantizedTensor) -> Tensor:
     """What the largest code stands for in each place, float32; infinity where scales are 0."""
     part = rows.own_blocks(param)
     name = f"{part.quantizer.layout.kept[0]}_data"
-    tensors, code = part._shared.tensors, CODE_TYPES[part.quantizer.layout.code_type]
+    tensors, code = part.inner, part.quantizer.layout.code_type
     largest = code.largest if code.bits == 8 else code.largest * 0x11  # two per byte
     codes = torch.full_like(getattr(tensors, name), largest)
     largest = _decoded(param, tensors.exchange(**{name: codes}))
@@ -72,7 +72,7 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
     """A storage that decodes to the powers of two of the codes, times their factors."""
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
-    if layout.code_type == "e4m3":
+    if layout.code_type.name == "e4m3":
         return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
@@ -80,12 +80,6 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
     name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
     scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
     return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
-
-
-def _caps(layout: Layout) -> bool:
-    """Whether the largest code, 6, stands for magnitudes up to 8."""
-    is_mxfp4 = layout.code_type == "e2m1" and layout.scale_type == "e8m0"
-    return is_mxfp4 and layout.scale_rule.rounding == 0
 
 
 def _largest(tensors: Storage, layout: Layout) -> Storage:
@@ -106,8 +100,7 @@ def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:
 def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = None) -> Tensor:
     """The int8 remainder of a float32 master whose codes are in ``param``.
 
-    ``dither``: int32 in the shape of ``master``, the upper bits of which round; None rounds to the
-    nearest.
+    ``dither``: int32 in its shape, the upper bits of which round; None rounds to the nearest.
     """
     difference = master - param.detach().dequantize(torch.float32)
     inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
@@ -130,12 +123,9 @@ def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
 
 
 def digest(param: QuantizedTensor) -> Tensor:
-    """A number, int64 [1] on the CPU, for the codes and scales that remainders complete.
-
-    Other codes or scales have another one, but for one in 2**64 of them.
-    """
+    """A hash, int64 [1] on the CPU, of the codes and scales that remainders complete."""
     part = rows.own_blocks(param)
-    tensors, layout = part._shared.tensors, part.quantizer.layout
+    tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
     names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
     total = torch.zeros(1, dtype=torch.int64, device=param.device)
@@ -150,18 +140,3 @@ def digest(param: QuantizedTensor) -> Tensor:
         words = words * factors
         total += (words ^ (words >> 29)).mul_(_ODD).sum() + total * _ODD
     return total.cpu()
-
-
-class CodeRemainderCodec(Int8):
-    """The codec of the masters of one weight."""
-
-    def __init__(self, param: QuantizedTensor) -> None:
-        self.param = param
-
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
-        master = x.to(self.param.device).view(self.param.shape)
-        return split_off(self.param, master, dither).flatten().to(x.device), None
-
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        remainder = codes.to(self.param.device).view(self.param.shape)
-        return complete(self.param, remainder).flatten().to(codes.device)

@@ -1,10 +1,8 @@
-"""A state of a parameter with its scales: converted whole for checkpoints, in pieces by a step.
+"""A state of a parameter with its scales.
 
 A codec works on flat tensors in memory order; a state has the shape of its parameter.
 """
 
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +15,10 @@ from fp4adam.optim.state_codec import (
     INT8,
     PLAIN,
     REMAINDER,
-    STATE_BLOCK,
     StateCodec,
     codec_of_codes,
     dither_bits,
 )
-
-# Elements that a step widens to FP32 at a time: per CPU thread, and on any other device.
-_CPU_PIECE = 2**16
-_DEVICE_PIECE = 2**24
-
 
 # Where the scales of a state are kept, beside its codes.
 SCALES = {
@@ -87,9 +79,24 @@ class StateTensor(NamedTuple):
         if self.codec.exact:
             return self.codes
         order = memory_order(self.codes)
-        codes = self.codes.permute(order)
-        x = self.codec.decode(codes.reshape(-1), self.scales).view(codes.shape)
+        codes, scales = self.codes.permute(order), self.scales
+        if self.codec is REMAINDER:
+            scales = scales.permute(order).reshape(-1)
+        x = self.codec.decode(codes.reshape(-1), scales).view(codes.shape)
         return x.permute(_inverse(order))
+
+    def replace(self, x: Tensor, dither: Tensor) -> None:
+        """Encode float32 values in place; ``dither``: int32 [n] in memory order."""
+        if self.codec.exact:
+            return  # they are the codes
+        order = memory_order(self.codes)
+        codes, scales = self.codec.encode(x.permute(order).reshape(-1), dither)
+        target = self.codes.permute(order)
+        target.copy_(codes.view(target.shape))
+        if self.codec is REMAINDER:
+            self.scales.permute(order).copy_(scales.view(target.shape))
+        elif scales is not None:
+            self.scales.copy_(scales)
 
     @classmethod
     def encode(cls, codec: StateCodec, x: Tensor) -> "StateTensor":
@@ -136,60 +143,16 @@ def adam_stored_(
     clip: Tensor | None = None,
     first_element: int = 0,
 ) -> None:
-    """:func:`fp4adam.optim.adam.adam_` on stored states, which it decodes to FP32 piece by piece.
+    """:func:`fp4adam.optim.adam.adam_` on stored states, which it decodes to FP32.
 
     ``first_element``: Index of the first element within the whole parameter; seeds the dither, so
     that shards round as the whole would.
     """
     stored = (value, exp_avg, exp_avg_sq)
+    numbers = [each.decode() for each in stored]
     options = (scalars, adam_w_mode, grad_scale, clip)
-    if all(s.codec.exact for s in stored):
-        codes = (s.codes for s in stored[1:])
-        return adam_(value.codes, grad, *codes, max_exp_avg_sq, *options)
-    order = memory_order(exp_avg.codes)
-    # A remainder has one entry per element, so it is cut like the codes and not like scales.
-    remainder = value.scales if value.codec is REMAINDER else None
-    tensors = [
-        None if t is None else t.permute(order)
-        for t in (*(s.codes for s in stored), grad, max_exp_avg_sq, remainder)
-    ]
-    first = 0
-    for *codes, g, largest, rest in _pieces(tensors):
-        shape, n = g.shape, g.numel()
-        blocks = slice(first // STATE_BLOCK, -(-(first + n) // STATE_BLOCK))
-        scales = [s.scales[blocks] if s.codec.scaled else None for s in stored]
-        if rest is not None:
-            scales[0] = rest.reshape(-1)
-        numbers = [
-            piece if s.codec.exact else s.codec.decode(piece.reshape(-1), scale).view(shape)
-            for s, piece, scale in zip(stored, codes, scales, strict=True)
-        ]
-        adam_(numbers[0], g, *numbers[1:], largest, *options)
-        dither = dither_bits(first_element + first, n, scalars.dither_step, g.device)
-        for s, piece, scale, x, bits in zip(stored, codes, scales, numbers, dither, strict=True):
-            if not s.codec.exact:
-                new_codes, new_scales = s.codec.encode(x.view(-1), bits)
-                piece.copy_(new_codes.view(shape))
-                if s is value and rest is not None:
-                    rest.copy_(new_scales.view(shape))
-                elif scale is not None:
-                    scale.copy_(new_scales)
-        first += n
-
-
-def _pieces(tensors: list[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
-    """Cut tensors of one shape into matching views of whole blocks; None stays None."""
-    given = [t for t in tensors if t is not None]
-    if not given[0].numel():
-        return  # this rank has no rows
-    if all(t.is_contiguous() for t in given):
-        tensors = [None if t is None else t.view(-1) for t in tensors]
-    first = next(t for t in tensors if t is not None)
-    per_row = first[0].numel() if first.numel() else 1
-    size = torch.get_num_threads() * _CPU_PIECE if first.is_cpu else _DEVICE_PIECE
-    rows_per_block = STATE_BLOCK // math.gcd(STATE_BLOCK, per_row)
-    rows = max(size // per_row // rows_per_block, 1) * rows_per_block
-    n_pieces = -(-first.shape[0] // rows)
-    yield from zip(
-        *([None] * n_pieces if t is None else t.split(rows) for t in tensors), strict=True
-    )
+    adam_(numbers[0], grad, *numbers[1:], max_exp_avg_sq, *options)
+    if not all(each.codec.exact for each in stored) and grad.numel():
+        dither = dither_bits(first_element, grad.numel(), scalars.dither_step, grad.device)
+        for each, x, bits in zip(stored, numbers, dither, strict=True):
+            each.replace(x, bits)

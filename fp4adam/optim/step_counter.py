@@ -1,28 +1,32 @@
-"""Step counts of parameters, and the scalars that follow from them.
+"""Step counts of parameters and the scalars that follow from them, on the host or on the device.
 
-Parameters of one group with the same step count share their scalars. The ``step`` tensors in the
-state are views of one tensor, so one operator increments them all. If the device skips a step, the
-count is taken back later.
+Both counters have the same methods: :class:`StepCounter` for all optimizers, and
+:class:`DeviceCounter` for capturable ones, whose steps a CUDA graph replays without the host.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from itertools import compress
-from operator import is_, itemgetter, not_
-from typing import Any, NamedTuple
+from itertools import chain, compress
+from operator import is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp4adam.kernels.launch.device_tables import DeviceTables
 from fp4adam.optim.adam import Scalars, adam_scalars
-from fp4adam.optim.parameter import Parameter
+from fp4adam.optim.hyper_parameters import is_on_device
+from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.state_codec import dither_origin
+from fp4adam.optim.target import Target
 from fp4adam.optim.update_bound import largest_update, next_ratio
 
 _step = itemgetter("step")
 
 
+@dataclasses.dataclass(eq=False)
 class StepGroup:
-    """Parameters of one group with the same step count, which share the scalars of a step.
+    """Members of one parameter group with the same step count, which share the scalars of a step.
 
     Attributes:
         group: The parameter group.
@@ -34,58 +38,62 @@ class StepGroup:
         scalars: The scalars of the last step.
     """
 
-    def __init__(self, group: dict[str, Any], step: float, first_element: int) -> None:
-        self.group = group
-        self.first_element = first_element
-        self.step = step
-        self.ratio = 0.0
-        self.members: list[int] = []
-        self.scalars: Scalars
+    group: dict[str, Any]
+    step: float
+    first_element: int
+    ratio: float = 0.0
+    members: list[int] = dataclasses.field(default_factory=list)
+    scalars: Scalars | None = None
 
     def advance(self) -> None:
-        """Count one step and work out its scalars."""
         # Stop where the float32 counter in the state stops, so that resumed runs count alike.
         self.step = min(self.step + 1, 2.0**24)
         self.scalars = adam_scalars(self.group, self.step)
         self.ratio = next_ratio(self.ratio, self.scalars)
 
-
-class _Skip(NamedTuple):
-    """A step that the device may have skipped: its ``found_inf`` on the host, and what to undo."""
-
-    found_inf: Tensor
-    arrival: "torch.cuda.Event | None"
-    groups: list[StepGroup]
-    counted: Tensor
+    def numbers(self) -> list[float]:
+        """A row of scalars, with the bound of the update and the dither origin."""
+        decay = abs(self.scalars.decay) if self.group["decoupled_weight_decay"] else 1.0
+        dither = dither_origin(self.first_element, int(self.scalars.dither_step))
+        # Two 16-bit halves, which float32 represents exactly.
+        bounds = largest_update(self.scalars, self.ratio), decay
+        return [*self.scalars[:8], dither >> 16, *bounds, dither & 0xFFFF]
 
 
 class StepCounter:
     """Counts the steps of parameters.
+
+    The ``step`` tensors of the states are views of one tensor, so one operator increments them all.
+    If the device skips a step, the count is taken back later.
 
     Args:
         members: The parameters; their states get new counters, equal to the old ones.
         ratios: The bound on the moments of each parameter; see ``update_bound``.
 
     Attributes:
-        groups: The step groups of the members that take part.
+        groups: What takes part; empty if nothing does.
         rows: For each member its row of scalars: the index of its group in ``groups``.
+        launches: None; those of a :class:`DeviceCounter`.
     """
 
-    def __init__(self, members: Sequence[Parameter], ratios: Sequence[float]) -> None:
+    launches = ()
+
+    def __init__(self, members: Sequence[Target], ratios: Sequence[float]) -> None:
         self._members = members
         self._states = [member.state for member in members]
-        self._step_of = [member.state["step"].item() for member in members]
-        self._ratio_of = list(ratios)
-        self._steps = torch.tensor(self._step_of, dtype=torch.float32, device="cpu")
+        steps = [member.state["step"].item() for member in members]
+        self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
         self._views = list(self._steps)
-        for member, step in zip(members, self._views, strict=True):
-            member.state["step"] = step
+        for state, step in zip(self._states, self._views, strict=True):
+            state["step"] = step
         self._version = self._steps._version
+        self._ratios = list(ratios)
         self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.groups: list[StepGroup] = []
-        self.rows: list[int] = [0] * len(members)
-        self._skip: _Skip | None = None
-        # The largest count of the members of a parameter group while they took no part, by its id.
+        self.rows: list[int] = []
+        # ``found_inf`` of the last step on the host, and the event of its arrival.
+        self._skip: tuple[Tensor, torch.cuda.Event | None] | None = None
+        # The largest count of members that take no part, by the id of their parameter group.
         self._absent: dict[int, float] = {}
 
     def fits(self) -> bool:
@@ -97,27 +105,28 @@ class StepCounter:
 
     def regroup(self, present: list[bool]) -> None:
         """Set which members take part from this step on; may be repeated if it is interrupted."""
-        self._catch_up()
+        for group in self.groups:
+            for i in group.members:
+                self._ratios[i] = group.ratio
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
         groups: dict[tuple[int, float, int], StepGroup] = {}
-        for i in compress(range(len(present)), present):
-            member = self._members[i]
+        self.rows, self._absent = [0] * len(present), {}
+        rows: dict[tuple, int] = {}
+        for i, (member, step) in enumerate(zip(self._members, self._steps.tolist(), strict=True)):
+            if not present[i]:
+                own = id(member.group)
+                self._absent[own] = max(self._absent.get(own, 0.0), step)
+                continue
             first_element = member.first_element if member.is_dithered else 0
-            key = id(member.group), self._step_of[i], first_element
+            key = id(member.group), step, first_element
             if key not in groups:
-                groups[key] = StepGroup(member.group, self._step_of[i], first_element)
+                groups[key] = StepGroup(member.group, step, first_element)
             groups[key].members.append(i)
-            groups[key].ratio = max(groups[key].ratio, self._ratio_of[i])
+            groups[key].ratio = max(groups[key].ratio, self._ratios[i])
+            self.rows[i] = rows.setdefault(key, len(rows))
         self.groups = list(groups.values())
-        for i in compress(range(len(present)), map(not_, present)):
-            key = id(self._members[i].group)
-            self._absent[key] = max(self._absent.get(key, 0.0), self._step_of[i])
-        self.rows = [0] * len(present)
-        for row, group in enumerate(self.groups):
-            for i in group.members:
-                self.rows[i] = row
 
-    def latest(self) -> dict[int, float]:
+    def latest(self) -> dict[int, Any]:
         """The largest count of the members of each parameter group, by the id of the group."""
         latest = dict(self._absent)
         for group in self.groups:
@@ -125,53 +134,145 @@ class StepCounter:
             latest[key] = max(latest.get(key, 0.0), group.step)
         return latest
 
-    def _catch_up(self) -> None:
-        """Copy step counts and bounds from the groups to their members."""
-        for group in self.groups:
-            for i in group.members:
-                self._step_of[i] = group.step
-                self._ratio_of[i] = group.ratio
-
-    def advance(self) -> None:
-        """Count one step for the members that take part."""
+    def advance(self, found_inf: Tensor | None) -> None:
+        """Count one step for the members that take part, unless ``found_inf`` is not 0."""
         for group in self.groups:
             group.advance()
         self._steps += self._counted
         self._version = self._steps._version
-
-    def numbers(self) -> list[float]:
-        """The scalars of all groups, one row each, with the update bounds and the dither origin."""
-        rows: list[float] = []
-        for group in self.groups:
-            scalars = group.scalars
-            decay = abs(scalars.decay) if group.group["adam_w_mode"] else 1.0
-            dither = dither_origin(group.first_element, int(scalars.dither_step))
-            # Two 16-bit halves, which float32 represents exactly.
-            rows += *scalars[:8], dither >> 16
-            rows += largest_update(scalars, group.ratio), decay, dither & 0xFFFF
-        return rows
-
-    def may_have_skipped(self, found_inf: Tensor) -> None:
-        """Record that the device skips the step just counted if ``found_inf`` is not 0."""
-        arrival = None
+        if found_inf is None:
+            return
+        on_host, arrival = torch.empty(1, device="cpu", pin_memory=found_inf.is_cuda), None
+        on_host.copy_(found_inf.reshape(1), non_blocking=True)
         if found_inf.is_cuda:
-            on_host = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
-            on_host.copy_(found_inf.reshape(1), non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record(torch.cuda.current_stream(found_inf.device))
-        else:
-            on_host = found_inf.clone()
-        self._skip = _Skip(on_host, arrival, self.groups, self._counted)
+        self._skip = on_host, arrival
 
     def settle(self) -> None:
         """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
         if self._skip is None:
             return
-        skip, self._skip = self._skip, None
-        if skip.arrival is not None:
-            skip.arrival.synchronize()
-        if skip.found_inf.item():
-            for group in skip.groups:
+        (found_inf, arrival), self._skip = self._skip, None
+        if arrival is not None:
+            arrival.synchronize()
+        if found_inf.item():
+            for group in self.groups:
                 group.step -= 1
-            self._steps -= skip.counted
+            self._steps -= self._counted
             self._version = self._steps._version
+
+    def numbers(self) -> list[float]:
+        """The numbers that the tables take: the scalars of all groups, one row each."""
+        return [*chain.from_iterable(group.numbers() for group in self.groups)]
+
+    def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
+        """Compute scalars on a device, if the host has not."""
+
+
+class DeviceCounter:
+    """Counts the steps of parameters on their devices; the counterpart of ``StepCounter``.
+
+    Each parameter has a row of scalars of its own, because only the device knows which counts are
+    equal.
+
+    Args:
+        parts: The tables of each device, with the launches that read them.
+        empty: Members without elements, which no launch steps.
+
+    Attributes:
+        launches: The launch that computes the scalars of each device.
+    """
+
+    def __init__(
+        self, parts: list[tuple[DeviceTables, list[LaunchGroup]]], empty: list[Target]
+    ) -> None:
+        launched = [[m for group in groups for m in group.members] for _, groups in parts]
+        self._members = [*chain.from_iterable(launched), *empty]
+        self._empty = empty
+        self._groups = hyper_groups(self._members)
+        rows = {id(group): row for row, group in enumerate(self._groups)}
+        self.launches = [
+            _scalars_launch(tables, members, [rows[id(m.group)] for m in members])
+            for (tables, _), members in zip(parts, launched, strict=True)
+        ]
+        self.rows = [*chain.from_iterable(map(range, map(len, launched))), *[0] * len(empty)]
+        self.groups: list[dict[str, Any]] = []
+        self._present: list[bool] = []
+
+    def fits(self) -> bool:
+        """True: the device reads the counts at every step, whoever wrote them."""
+        return True
+
+    def latest(self) -> dict[int, Any]:
+        """The step count of one member of each parameter group, by the id of the group."""
+        return {id(m.group): m.state["step"] for m in reversed(self._members)}
+
+    def regroup(self, present: list[bool]) -> None:
+        """Set which members take part from this step on."""
+        self._present = present
+        self.groups = hyper_groups([*compress(self._members, present)])
+
+    def advance(self, found_inf: Tensor | None) -> None:
+        """Count one step for members without elements; launches count the others."""
+        for member in compress(self._empty, self._present[len(self._members) - len(self._empty) :]):
+            step = member.tensors["step"]
+            if found_inf is None:
+                step += 1
+            else:
+                step += found_inf.reshape(()).to(step.device, non_blocking=True) == 0
+
+    def settle(self) -> None:
+        """Nothing: the device does not count a step that it skips."""
+
+    def numbers(self) -> list[float]:
+        """The hyper-parameters of all groups, one row each; 0 where a tensor holds one."""
+        numbers: list[float] = []
+        for group in self._groups:
+            numbers += [0.0 if is_on_device(x) else float(x) for x in _hyper_parameters(group)]
+            numbers.append(-1.0 if group["maximize"] else 1.0)
+            numbers += float(group["bias_correction"]), float(group["decoupled_weight_decay"])
+        return numbers
+
+    def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
+        """Count one step on a device unless ``found_inf`` is not 0, and compute its scalars there.
+
+        Args:
+            part: The number of the device among ``parts``.
+            tables: Its tables, with the gradients and :meth:`numbers` of this step.
+            found_inf: float32 [1] on the device.
+        """
+        for row, group in zip(tables.hyper, self._groups, strict=True):
+            for slot, value in zip(row, _hyper_parameters(group), strict=False):
+                if is_on_device(value):
+                    slot.copy_(value.reshape(()), non_blocking=True)
+        self.launches[part](found_inf)
+
+
+def hyper_groups(members: Sequence[Target]) -> list[dict[str, Any]]:
+    """The parameter groups of these members, each once."""
+    return [*{id(m.group): m.group for m in members}.values()]
+
+
+def _hyper_parameters(group: dict[str, Any]) -> tuple:
+    return group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+
+
+def _scalars_launch(tables: DeviceTables, members: list[Target], rows: list[int]) -> Any:
+    """The launch that counts the steps of ``members``, whose groups have these rows."""
+    from fp4adam.kernels.step_scalars import step_scalars  # Triton is slow to import
+
+    device = tables.device
+    firsts = [m.first_element if m.is_dithered else 0 for m in members]
+    launch = step_scalars(
+        tables.table,
+        tables.hyper,
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(firsts, dtype=torch.int64, device=device),
+        torch.tensor([m.tensors["step"].data_ptr() for m in members], device=device),
+        tables.scalars,
+    )
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            launch.compile(*tables.signals(None, None, None)[2:])
+    return launch

@@ -20,15 +20,13 @@ from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
-from fp4adam.optim.device_counter import DeviceCounter, hyper_groups
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.options import Options
-from fp4adam.optim.parameter import Parameter, ReadGrad
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
-from fp4adam.optim.step_counter import StepCounter
+from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
+from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors import backend
 from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -46,7 +44,6 @@ class StepPlan:
     Args:
         members: The parameters that the step may update, with gradients or without.
         outsiders: All other parameters; they have no gradients while the plan holds.
-        structure: Everything else that the step depends on; see :meth:`fits`.
         read_grad: Returns a parameter's gradient, or None.
         options: The options of the optimizer.
 
@@ -59,29 +56,27 @@ class StepPlan:
 
     def __init__(
         self,
-        members: list[Parameter],
+        members: list[Target],
         outsiders: list[Tensor],
-        structure: list,
         read_grad: ReadGrad,
         options: Options,
     ) -> None:
         self._outsiders = outsiders
-        self._structure = structure
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        peers: dict[Hashable, list[Parameter]] = defaultdict(list)
+        peers: dict[Hashable, list[Target]] = defaultdict(list)
         for member in members:
             peers[member.scales].append(member)
         for together in peers.values():
-            later = quantized_after_step(together, read_grad, _takes_kernels)
+            later = quantized_after_step(together, read_grad)
             for member in together:
                 member.quantized_after_step = later
-        kinds: dict[tuple, list[Parameter]] = defaultdict(list)
-        self._by_operators: list[Parameter] = []
+        kinds: dict[tuple, list[Target]] = defaultdict(list)
+        self._by_operators: list[Target] = []
         for member in members:
             grad = read_grad(member.owner)
-            if _takes_kernels(member) and member.fits_a_launch(grad):
+            if member.fits_a_launch(grad):
                 kinds[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
@@ -126,12 +121,11 @@ class StepPlan:
         self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
         self._written: list[Tensor] = []
-        self._loose: list[Parameter] = []
+        self._loose: list[Target] = []
 
     def settle(self) -> None:
         """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
-        if isinstance(self._counter, StepCounter):
-            self._counter.settle()
+        self._counter.settle()
 
     def latest_steps(self) -> dict[int, Any]:
         """The largest step count of each parameter group, by its id; on the device, that of one."""
@@ -148,27 +142,15 @@ class StepPlan:
         launches = [group.launch for group in self._groups]
         return [[tables for tables, _ in self._parts], launches, self._counter.launches]
 
-    def fits(self, structure: list) -> bool:
-        """Whether the plan is still valid for the current parameters, states and gradients.
-
-        Args:
-            structure: Everything else that the step depends on; compared with the plan's.
-        """
+    def fits(self) -> bool:
+        """Whether the plan is still valid for the current parameters, states and gradients."""
         return (
-            structure == self._structure
-            and self._fingerprint.unchanged()
+            self._fingerprint.unchanged()
             and self._counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
-            and not any(map(self._could_take_kernels, self._by_operators))
+            and not any(m.fits_a_launch(self._read_grad(m.owner)) for m in self._by_operators)
         )
-
-    def _could_take_kernels(self, member: Parameter) -> bool:
-        return _takes_kernels(member) and member.fits_a_launch(self._read_grad(member.owner))
-
-    def has_gradients_for_operators(self) -> bool:
-        """Whether torch operators step any parameter now."""
-        return any(self._read_grad(m.owner) is not None for m in self._by_operators)
 
     def check_gradients(self) -> None:
         """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
@@ -204,51 +186,32 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
-        if isinstance(self._counter, DeviceCounter):
-            self._launch_all(grad_scale, clip, found_inf, captures)
-            self._counter.count_empty(found_inf)
-        else:
-            self._run_counted(self._counter, grads, grad_scale, clip, found_inf)
+        given = [grad is not None and grad.numel() > 0 for grad in grads]
+        skipped = found_inf is not None and any(given) and bool(found_inf.item())
+        self._counter.advance(found_inf)
+        if self._scales_of_others:
+            self._scales_of_others.read()
+        launches = self._launch_all(grad_scale, clip, found_inf, captures)
+        by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
+        for member, grad, row in () if skipped else compress(by_operators, given):
+            scalars = self._counter.groups[row].scalars
+            member.update(grad, scalars, grad_scale, clip.get(grad.device))
+        if launches or self._after.is_needed:
+            self._after.finish(launches, skipped)
+        if self._scales_of_others:
+            self._scales_of_others()
         # Kernel writes do not raise versions, which autograd and other observers rely on.
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
         self._has_run = True
 
-    def _run_counted(
-        self,
-        counter: StepCounter,
-        grads: list[Tensor | None],
-        grad_scale: Tensor | None,
-        clip: dict[torch.device, Tensor],
-        found_inf: Tensor | None,
-    ) -> None:
-        """Run a step that the host counts; ``grads`` are those for torch operators."""
-        waits = found_inf is not None and any(grad is not None for grad in grads)
-        skipped = waits and bool(found_inf.item())
-        counter.advance()
-        if self._scales_of_others:
-            self._scales_of_others.read()
-        launches = self._launch_all(grad_scale, clip, found_inf)
-        for member, grad, row in zip(
-            self._by_operators, grads, self._rows_by_operators, strict=True
-        ):
-            if grad is not None and not skipped:
-                scalars = counter.groups[row].scalars
-                member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        if launches or self._after.is_needed:
-            self._after.finish(launches, skipped)
-        if self._scales_of_others:
-            self._scales_of_others()
-        if found_inf is not None:
-            counter.may_have_skipped(found_inf)
-
     def _launch_all(
         self,
         grad_scale: Tensor | None,
         clip: dict[torch.device, Tensor],
         found_inf: Tensor | None,
-        captures: bool = False,
+        captures: bool,
     ) -> list[tuple]:
         """Upload what has changed and launch the kernels on all devices.
 
@@ -264,8 +227,7 @@ class StepPlan:
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
-                if isinstance(self._counter, DeviceCounter):
-                    self._counter.count(i, tables, signals[2])
+                self._counter.launch(i, tables, signals[2])
                 for group in groups:
                     if group.kind.groups:
                         group.launch.prepare(*signals)
@@ -302,18 +264,13 @@ class StepPlan:
         self._present = present
 
 
-def _is_loose(member: Parameter) -> bool:
+def _is_loose(member: Target) -> bool:
     """Whether inner tensors have versions of their own; they may get new memory without one."""
     return member.param._shared.tensors.counter is None
 
 
-def _takes_kernels(member: Parameter) -> bool:
-    """Whether kernels should step a parameter if they can."""
-    return backend.uses_kernels(member.param.device) and member.group["fused"] is not False
-
-
 def _fingerprint(
-    members: Sequence[Parameter], more_names: tuple[str, ...], bounded: list[Tensor]
+    members: Sequence[Target], more_names: tuple[str, ...], bounded: list[Tensor]
 ) -> Fingerprint:
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
@@ -327,21 +284,20 @@ def _fingerprint(
         bounded: Other tensors that must not be written.
     """
     columns: list[Column] = [Column(bounded, versioned=True)]
-    marked: dict[int, list[Parameter]] = {}  # by column
+    marked: dict[int, list[Target]] = {}  # by column
 
-    def add(own: list[Parameter], marks: bool = True, **how: Any) -> None:
+    def add(own: list[Target], marks: bool = True, **how: Any) -> None:
         if marks:
             marked[len(columns)] = own
         columns.append(Column([m.owner for m in own], versioned=marks, **how))
 
-    by_sharding: dict[bool, list[Parameter]] = defaultdict(list)
+    by_sharding: dict[bool, list[Target]] = defaultdict(list)
     for m in members:
         by_sharding[is_dtensor(m.owner)].append(m)
     states: dict[tuple, list[dict]] = defaultdict(list)
     for sharded, here in by_sharding.items():
         borrowed = [m for m in here if m.borrowed]
-        prefix = "_local_tensor." if sharded else ""
-        for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], prefix):
+        for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
             if column.versioned:
                 marked[len(columns)] = [borrowed[i] for i in which]
             columns.append(column)
@@ -354,8 +310,8 @@ def _fingerprint(
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
         plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
-        noted = [m for m in plain if m.is_kept]
-        others = [m for m in plain if not m.is_kept]
+        noted = [m for m in plain if m.master.name]
+        others = [m for m in plain if not m.master.name]
         if sharded:
             # An operation on a DTensor raises its own version, but not the local tensor's.
             add(noted)
@@ -368,18 +324,17 @@ def _fingerprint(
         for (sharded, names), alike in states.items()
     ]
     fingerprint = Fingerprint(columns)
-    indices: dict[Parameter, list[int]] = defaultdict(list)
+    indices: dict[Target, list[int]] = defaultdict(list)
     spans = fingerprint.spans()
     for i, own in marked.items():
         for member, span in zip(own, spans[i], strict=True):
             indices[member] += span
     for member, found in indices.items():
-        member.record()
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
 
 
-def _ratio(member: Parameter) -> float:
+def _ratio(member: Target) -> float:
     """The bound on a member's moments; measured if other ranks rely on it, which syncs the device.
 
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.

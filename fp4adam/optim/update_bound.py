@@ -10,7 +10,6 @@ right: the bound only decides which tiles ``kernels.amax_preview`` looks at firs
 
 import math
 
-import torch
 from torch import Tensor
 
 from fp4adam.optim.adam import Scalars
@@ -20,7 +19,6 @@ _ROUNDING = 1 + 1e-4
 # F = (_SHARE_OF_EPS * eps)**2. It is small enough that sqrt(v) and eps outweigh it as long as
 # 1 / sqrt(1 - beta2**step) is below 100, and large enough that underflow in v does not matter.
 _SHARE_OF_EPS = 1e-2
-_PIECE = 2**24
 
 
 def next_ratio(ratio: float, scalars: Scalars) -> float:
@@ -54,12 +52,9 @@ def largest_update(scalars: Scalars, ratio: float) -> float:
 
 
 def measured_ratio(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float) -> float:
-    """The smallest C that holds for the given moments (float32, contiguous); syncs the device."""
+    """The smallest C that holds for the given moments (float32); syncs the device."""
     floor = (eps * _SHARE_OF_EPS) ** 2
-    largest = exp_avg.new_zeros(1)
-    parts = zip(exp_avg.view(-1).split(_PIECE), exp_avg_sq.view(-1).split(_PIECE), strict=True)
-    for m, v in parts:
-        # Amaxes ignore NaN, so the bound may too.
-        root = (m.abs() / (v + floor).sqrt()).nan_to_num_(0.0, math.inf)
-        largest = torch.maximum(largest, root.max())
-    return largest.item() ** 2 * _ROUNDING
+    # Amaxes ignore NaN, so the bound may too.
+    root = (exp_avg.abs() / (exp_avg_sq + floor).sqrt()).nan_to_num_(0.0, math.inf)
+    largest = root.max().item() if root.numel() else 0.0
+    return largest**2 * _ROUNDING

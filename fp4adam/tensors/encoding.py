@@ -3,15 +3,14 @@
 This is the reference that kernels have to equal, bit for bit.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import minifloat
 from fp4adam.tensors.blocks import Span, round_up
 from fp4adam.tensors.layout import Layout
-from fp4adam.tensors.minifloat import CODE_TYPES
 from fp4adam.tensors.storage import Storage
 
 if TYPE_CHECKING:
@@ -26,14 +25,12 @@ def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
     layout, values = quantizer.layout, x.detach().float()
     for usage, block in layout.blocks.items():
         blocks = blocks_of(values, block)
-        amaxes = out.amax
-        if layout.scale_type is not None:
-            amaxes = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
+        amaxes = out.amax if layout.scale_type is None else block_amaxes(layout, blocks, (1, 3))
         scales, factors = quantizer.encode(amaxes, out.amax, x.dtype)
         if layout.scale_type is not None:
             stored_scales(layout, out, usage, tuple(x.shape)).copy_(scales)
         codes = _codes(layout, blocks, factors)[: x.shape[0], : x.shape[1]]
-        pack = CODE_TYPES[layout.code_type].pack
+        pack = layout.code_type.pack
         if usage == "rowwise" and out.rowwise_data is not None:
             out.rowwise_data.copy_(pack(codes))
         if out.columnwise_data is not None and (usage == "columnwise" or layout.is_square):
@@ -45,7 +42,7 @@ def read(quantizer: "Quantizer", tensors: Storage, dtype: torch.dtype) -> Tensor
     """Decode to a matrix of ``dtype``."""
     layout, shape = quantizer.layout, quantizer.decoded_shape(tensors)
     usage = tensors.usage
-    values = CODE_TYPES[layout.code_type].decode(tensors.codes)
+    values = layout.code_type.decode(tensors.codes)
     values = values.t() if getattr(layout, usage).codes.transposed else values
     if layout.scale_type is None:
         values = values * quantizer.decode(None, tensors.amax)
@@ -57,18 +54,29 @@ def read(quantizer: "Quantizer", tensors: Storage, dtype: torch.dtype) -> Tensor
     return values.to(dtype).contiguous()
 
 
+def amax_over(x: Tensor, dims: tuple[int, ...], keeps_nan: bool = False) -> Tensor:
+    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does, or keeping it."""
+    magnitude = x.abs()
+    return (magnitude if keeps_nan else magnitude.nan_to_num_(0.0, math.inf)).amax(dims)
+
+
+def block_amaxes(layout: Layout, blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The amaxes of float32 blocks over ``dims``; NaN if a block has one that no code can show."""
+    return amax_over(blocks, dims, keeps_nan=not layout.code_type.has_nan)
+
+
 def recode(quantizer: "Quantizer", x: Tensor, tensors: Storage) -> Tensor:
     """The stored codes of the float32 matrix ``x`` in the direction that :func:`read` reads."""
-    layout, shape = quantizer.layout, (x.shape[0], x.shape[1])
+    layout, (rows, cols) = quantizer.layout, x.shape
     usage, block = next(iter(layout.blocks.items()))
     scales = None
     if layout.scale_type is not None:
-        scales = stored_scales(layout, tensors, usage, shape)
+        scales = stored_scales(layout, tensors, usage, (rows, cols))
     codes = _codes(layout, blocks_of(x, block), quantizer.factors(scales, tensors.amax))
-    codes = codes[: shape[0], : shape[1]]
+    codes = codes[:rows, :cols]
     if not quantizer.rowwise and layout.columnwise.codes.transposed:
         codes = codes.t()
-    return CODE_TYPES[layout.code_type].pack(codes)
+    return layout.code_type.pack(codes)
 
 
 def measure_blocks(
@@ -83,9 +91,9 @@ def measure_blocks(
 
     Args:
         layout: The layout of the matrix.
-        x: The values of the span.
+        x: The values of the span, which are rounded to ``dtype`` first.
         span: The span.
-        dtype: The dtype that values are rounded to first.
+        dtype: See ``x``.
         grids: The amaxes of all blocks by direction, float32.
         amax: That of the tensor, float32 [1], or None.
     """
@@ -95,10 +103,10 @@ def measure_blocks(
     for usage, grid in grids.items():
         height, width = layout.blocks[usage]
         blocks = blocks_of(values, (height, width))
-        found = minifloat.amax(blocks, (1, 3), layout.shows_nan_by_scales)
+        found = block_amaxes(layout, blocks, (1, 3))
         grid[first // height :][: len(found)] = found[: len(grid) - first // height]
     if amax is not None:
-        torch.maximum(amax, minifloat.amax(values, (0, 1)), out=amax)
+        torch.maximum(amax, amax_over(values, (0, 1)), out=amax)
 
 
 def write_codes(
@@ -113,9 +121,9 @@ def write_codes(
 
     Args:
         quantizer: The quantizer of the matrix.
-        x: The values of the span.
+        x: The values of the span, which are rounded to ``dtype`` first.
         span: The span.
-        dtype: The dtype that values are rounded to first.
+        dtype: See ``x``.
         factors: The factors that map values to codes, of all blocks by direction.
         targets: By direction the memory for codes. Nibbles outside of the span are preserved.
     """
@@ -130,10 +138,14 @@ def write_codes(
         if layout.scale_type is not None:
             own = own[first // layout.blocks[usage][0] :][: len(blocks)]
         codes = _codes(layout, blocks, own)[: len(values), :cols].reshape(-1)[start:stop]
-        if layout.code_bits == 4:
-            _store_nibbles(codes, target, span.start - 2 * first_byte)
-        else:
-            target[span.start - first_byte : span.stop - first_byte] = codes
+        per_byte = 8 // layout.code_type.bits
+        at = span.start - first_byte * per_byte
+        packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
+        if per_byte == 2:  # nibbles beside the span stay
+            nibbles = torch.stack((packed & 0x0F, packed >> 4), -1).flatten()
+            nibbles[at % 2 :][: len(codes)] = codes
+            codes = nibbles
+        packed.copy_(layout.code_type.pack(codes))
 
 
 def _around(x: Tensor, span: Span, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
@@ -151,18 +163,7 @@ def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
     if layout.scale_type is not None:
         factors = factors[:, None, :, None]
     scaled = (blocks * factors).flatten(2).flatten(0, 1)
-    return CODE_TYPES[layout.code_type].encode(scaled)
-
-
-def _store_nibbles(codes: Tensor, target: Tensor, first: int) -> None:
-    """Overwrite nibbles ``first``, ``first + 1``, ... of ``target``, low nibbles first."""
-    if first % 2 and len(codes):
-        target[first // 2] = (target[first // 2] & 0x0F) | codes[0] << 4
-        codes, first = codes[1:], first + 1
-    pairs, byte = len(codes) // 2, first // 2
-    target[byte : byte + pairs] = minifloat.pack_e2m1(codes[: 2 * pairs])
-    if len(codes) % 2:
-        target[byte + pairs] = (target[byte + pairs] & 0xF0) | codes[-1]
+    return layout.code_type.encode(scaled)
 
 
 def grid_shape(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:

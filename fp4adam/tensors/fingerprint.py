@@ -7,7 +7,7 @@ memory of weights alive; otherwise ``model.cpu()`` would free none.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -37,6 +37,13 @@ def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
+class Versions:
+    """The versions that were recorded last; None while they are invalid."""
+
+    def __init__(self, values: list[int] | None = None) -> None:
+        self.values = values
+
+
 class Mark:
     """The memory of one tensor, and how often it had been written.
 
@@ -51,47 +58,34 @@ class Mark:
         self, memory: object, versioned: Iterable[Tensor], alive: StorageWeakRef | None = None
     ) -> None:
         self.memory, self.alive = memory, alive
-        self._versions = tuple(map(version, versioned))
-        self._source: tuple[Versions, tuple[int, ...]] | None = None
+        values = list(map(version, versioned))
+        self.follow(Versions(values), range(len(values)))
 
     @classmethod
     def of(cls, tensor: Tensor, owner: Tensor | None = None) -> "Mark":
         """The mark of a plain or quantized tensor; ``owner`` may be its DTensor."""
         if isinstance(tensor, QuantizedTensor):
-            storage = tensor._shared.tensors
-            return cls(weakref.ref(storage), storage.versioned)
+            return cls(weakref.ref(tensor.inner), tensor.inner.versioned)
         # An operation on a DTensor raises its own version, but not the local tensor's.
         held = (tensor,) if owner is None or owner is tensor else (owner, tensor)
         alive = StorageWeakRef(tensor.untyped_storage())
         layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         return cls((alive.cdata, *layout), held, alive)
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        """The recorded versions; None while a fingerprint that it follows has none."""
-        if self._source is None:
-            return self._versions
-        recorded, indices = self._source
-        return recorded.values and tuple(recorded.values[i] for i in indices)
-
-    def follow(self, recorded: "Versions", indices: Sequence[int]) -> None:
+    def follow(self, recorded: Versions, indices: Sequence[int]) -> None:
         """Take the versions from a fingerprint from now on."""
-        self._source = recorded, tuple(indices)
+        self._recorded, self._indices = recorded, indices
+
+    def _versions(self) -> list[int] | None:
+        values = self._recorded.values
+        return values and [values[i] for i in self._indices]
 
     def is_same(self, other: "Mark | None") -> bool:
         """Whether the memory is neither written nor replaced between two marks."""
-        return (
-            other is not None
-            and self.memory == other.memory
-            and self.versions is not None
-            and self.versions == other.versions
-        )
-
-
-class Versions:
-    """The versions that a fingerprint has recorded last; None while it is invalid."""
-
-    values: list[int] | None = None
+        if other is None or self.memory != other.memory:
+            return False
+        versions = self._versions()
+        return versions is not None and versions == other._versions()
 
 
 class Column(NamedTuple):
@@ -126,74 +120,51 @@ class Fingerprint:
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)
         self.versions = Versions()
-        self._read()
-        self._known = self._same
-        self._addresses = list(map(data_ptr, self._placed))
-        self._have_known_layouts = are_laid_out_as(self._placed)
-        self._alive = [StorageWeakRef(x.untyped_storage()) for x in self._kept]
+        self._known, placed, self._versioned, kept = self._read()
+        self._addresses = list(map(data_ptr, placed))
+        self._have_known_layouts = are_laid_out_as(placed)
+        self._alive = [StorageWeakRef(x.untyped_storage()) for x in kept]
         self._blocks = [storage.cdata for storage in self._alive]
         self.record()
 
-    def _read(self) -> None:
-        self._same, self._placed, self._versioned, self._kept = [], [], [], []
+    def _read(self) -> tuple[list[Any], ...]:
+        """What has to stay the same, in place, or unwritten, or both of the latter."""
+        found: tuple[list[Any], ...] = [], [], [], []
         for objects, read, chained, then, same, placed, versioned in self._columns:
-            if not objects:
-                continue
             values = objects if read is None else map(read, objects)
             values = chain.from_iterable(values) if chained else values
             values = list(values if then is None else map(then, values))
-            if same:
-                self._same += values
-            if placed:
-                self._placed += values
-            if versioned:
-                self._versioned += values
-            if placed and versioned:
-                self._kept += values
-
-    def _let_go(self) -> None:
-        self._same = self._placed = self._versioned = self._kept = []
+            wanted = same, placed, versioned, placed and versioned
+            for values_of_kind in compress(found, wanted):
+                values_of_kind += values
+        return found
 
     def unchanged(self) -> bool:
         """Read everything again; True if it is as :meth:`record` found it."""
-        return self.is_in_place() and self._has_versions()
-
-    def is_in_place(self) -> bool:
-        """Read everything again; True if objects and memory are the same, written or not."""
+        self._versioned = []
         try:
-            self._read()
-            if (
-                len(self._same) == len(self._known)
-                and all(map(is_, self._same, self._known))
-                and list(map(data_ptr, self._placed)) == self._addresses
+            same, placed, versioned, _ = self._read()
+            unchanged = (
+                len(same) == len(self._known)
+                and all(map(is_, same, self._known))
+                and list(map(data_ptr, placed)) == self._addresses
                 and not any(map(_is_freed, self._blocks))
-                and self._have_known_layouts(*self._placed)
-            ):
-                return True
+                and self._have_known_layouts(*placed)
+                and list(map(version, versioned)) == self.versions.values
+            )
         except (KeyError, AttributeError, RuntimeError, TypeError):
-            pass  # a tensor is gone, has changed its class, or has no address
-        self._let_go()
-        return False
-
-    def _has_versions(self) -> bool:
-        if list(map(version, self._versioned)) == self.versions.values:
-            return True
-        self._let_go()
-        return False
-
-    def changed(self) -> list[bool]:
-        """Per version, whether it differs from the recorded one; right after they were read."""
-        values = zip(map(version, self._versioned), self.versions.values, strict=True)
-        return [now != then for now, then in values]
+            return False  # a tensor is gone, has changed its class, or has no address
+        self._versioned = versioned if unchanged else []
+        return unchanged
 
     def invalidate(self) -> None:
         """Drop what is recorded, before a write that may be interrupted."""
         self.versions.values = None
 
     def record(self) -> None:
-        """Record the versions of the tensors that were read last."""
+        """Record the versions of the tensors that were read last, and let go of them."""
         self.versions.values = list(map(version, self._versioned))
-        self._let_go()
+        self._versioned = []
 
     def spans(self) -> list[list[range]]:
         """Per column and object, the indices of its versions; empty for other columns."""

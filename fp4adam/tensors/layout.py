@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,12 +12,35 @@ USAGES = ("rowwise", "columnwise")
 SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float32}
 
 
+class CodeType(NamedTuple):
+    """A number format of codes: a sign, an exponent and a mantissa.
+
+    Attributes:
+        name: What kernels know it by, if they do.
+        bits: Bits of a code.
+        largest: The code of the largest magnitude.
+        per_power: Number of codes from a power of two to the next.
+        has_nan: Whether a code means NaN; a block's scale does where none does.
+        encode: Rounds float32 values to codes, uint8 with one code per byte.
+        pack: Puts codes along the last dimension into bytes, the first one into the low bits.
+        decode: float32 values of bytes.
+    """
+
+    name: str
+    bits: int
+    largest: int
+    per_power: int
+    has_nan: bool
+    encode: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
 class Inner(NamedTuple):
     """An inner tensor over the matrix that it belongs to.
 
     Attributes:
-        rows: Rows of the matrix per entry.
-        cols: Columns of the matrix per entry.
+        rows, cols: Rows and columns of the matrix per entry.
         transposed: Whether its first dimension runs along the columns of the matrix.
         padding: Its own rows and columns are padded to multiples of these.
     """
@@ -65,11 +89,9 @@ class Layout:
 
     Attributes:
         block: Side of a square block, or length of a block within a row or column.
-        code_type: The number format of codes. E2M1 has two codes per byte, the first one in the
-            low nibble.
+        code_type: The number format of codes.
         scale_type: The number format of block scales; None if blocks have none.
-        rowwise: The direction whose blocks lie along rows.
-        columnwise: The direction whose blocks lie along columns.
+        rowwise, columnwise: The directions, whose blocks lie along rows or columns.
         is_square: Whether both directions share square blocks. Columnwise codes are the transposed
             rowwise ones, or the rowwise ones themselves; see :attr:`shares_codes`.
         tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
@@ -84,7 +106,7 @@ class Layout:
     """
 
     block: int
-    code_type: Literal["e2m1", "e4m3"]
+    code_type: CodeType
     scale_type: Literal["e4m3", "e8m0", "float32"] | None
     rowwise: Direction
     columnwise: Direction
@@ -102,31 +124,10 @@ class Layout:
         multiple = max(self.multiple, self.kernel_multiple)
         return not (rows % multiple or cols % multiple)
 
-    @functools.cached_property
-    def code_bits(self) -> int:
-        """Bits of a code."""
-        return 8 // self.rowwise.codes.cols
-
-    @property
-    def shows_nan_by_scales(self) -> bool:
-        """Whether a block with a NaN gets a scale that is NaN, because its codes have none."""
-        return self.code_type == "e2m1"
-
-    @property
-    def swizzles(self) -> bool:
-        """Whether GEMMs read scales in a swizzled layout, as they do those of one byte."""
-        return self.scale_type in ("e4m3", "e8m0")
-
     @property
     def shares_codes(self) -> bool:
         """Whether one copy of codes serves both directions."""
         return self.is_square and not self.columnwise.codes.transposed
-
-    @property
-    def casts_in_parts(self) -> bool:
-        """Whether ranks can quantize parts of a tensor that each of them stores in full."""
-        # Else columnwise codes need whole columns.
-        return "rowwise" in self.kept if self.is_square else not self.columnwise.codes.transposed
 
     @functools.cached_property
     def inner(self) -> dict[str, Inner]:
@@ -161,21 +162,15 @@ class Layout:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
         All other inner tensors, except the tensor's amax and its history, can be derived from
-        these. Empty if the tensor cannot be cut along rows, because of how its scales are laid out.
+        these. Empty if the tensor cannot be cut along rows: columnwise codes with scales of their
+        own need whole columns.
         """
-        if not self.casts_in_parts:
-            return {}
-        names = ("rowwise_data", "block_scale_inv") if self.is_square else tuple(self.inner)
-        return {
-            name: self.inner[name].rows
-            for name in names
-            if name in self.inner and not name.endswith("_gemm_scale_inv")
-        }
-
-    @functools.cached_property
-    def cols_per_entry(self) -> dict[str, int]:
-        """For the inner tensors of ``rows_per_entry``, the matrix columns per entry of each."""
-        return {name: self.inner[name].cols for name in self.rows_per_entry}
+        if self.is_square:
+            names = ("rowwise_data", "block_scale_inv") if "rowwise" in self.kept else ()
+        else:
+            names = () if self.columnwise.codes.transposed else tuple(self.inner)
+        cut = [name for name in names if name in self.inner and "gemm" not in name]
+        return {name: self.inner[name].rows for name in cut}
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each inner tensor of a [rows, cols] matrix."""
@@ -201,6 +196,5 @@ class Layout:
         grid = grid.t() if scales.transposed else grid
         for dim, n in enumerate(self.repeats(usage)):
             grid = grid.repeat_interleave(n, dim) if n > 1 else grid
-        missing = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
-        below, beside = missing
+        below, beside = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
         return torch.nn.functional.pad(grid, (0, beside, 0, below))

@@ -17,6 +17,7 @@ from fp4adam.tensors.quantized_tensor import (
     QuantizedTensor,
     implements_function,
     implements_operator,
+    mark_written,
 )
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 
@@ -38,20 +39,13 @@ def _clone(
 
 # p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight. Parameters
 # stay quantized, as Module.float() and Module.to(dtype) call the same methods on them.
-def _values_as(dtype: torch.dtype) -> Callable:
-    def convert(tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return tensor.to(dtype) if is_parameter else tensor.dequantize(dtype)
-
-    return convert
+def _values_as(dtype: torch.dtype, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return tensor.to(dtype) if is_parameter else tensor.dequantize(dtype)
 
 
-for _method, _dtype in (
-    ("float", torch.float32),
-    ("bfloat16", torch.bfloat16),
-    ("half", torch.half),
-):
-    implements_function(getattr(torch.Tensor, _method))(_values_as(_dtype))
+for _method, _dtype in zip(("float", "bfloat16", "half"), HIGH_PRECISION_DTYPES, strict=True):
+    implements_function(getattr(torch.Tensor, _method))(functools.partial(_values_as, _dtype))
 
 
 @implements_function(torch.Tensor.to)
@@ -80,11 +74,7 @@ def _to_copy(
     def move(inner: Tensor) -> Tensor:
         return inner.to(device=device, non_blocking=non_blocking, copy=True)
 
-    moved = tensor._map_storage(move, dtype)
-    kept = tensor._high_precision_init_val
-    kept = tensor._shared.next_init_val if kept is None else move(kept)
-    moved._high_precision_init_val = kept
-    return moved
+    return tensor._map_storage(move, dtype, keeps_init_val=True)
 
 
 # Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
@@ -99,7 +89,7 @@ def _empty_like(
     device = tensor.device if device is None else device
     if dtype is not None:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    if tensor._shared.global_spec is not None or not rows.is_all(tensor):
+    if tensor.global_spec is not None or not rows.is_all(tensor):
         empty = tensor._map_storage(lambda inner: torch.zeros_like(inner, device=device))
     else:
         empty = tensor.quantizer.make_empty(tuple(tensor.shape), tensor.dtype, device)
@@ -139,15 +129,14 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> Quantized
 
     There are windows on any rows, and on columns that are whole blocks.
     """
-    dim, last = dim % tensor.dim(), tensor.dim() - 1
+    dim, block = dim % tensor.dim(), tensor.quantizer.layout.block
     shape = (*tensor.shape[:dim], end - start, *tensor.shape[dim + 1 :])
-    if dim == 0 and tensor.quantizer.layout.rows_per_entry:
+    if not tensor.quantizer.layout.rows_per_entry:
+        return None
+    if dim == 0:
         return tensor._alias(shape, start * math.prod(tensor.shape[1:-1]))
-    block, width = tensor.quantizer.layout.block, tensor.shape[-1]
-    is_blocks = start % block == 0 and (end % block == 0 or end == width)
-    if dim == last and tensor.quantizer.layout.cols_per_entry and is_blocks:
-        return tensor._alias(shape, 0, start)
-    return None
+    is_blocks = start % block == 0 and (end % block == 0 or end == tensor.shape[-1])
+    return tensor._alias(shape, 0, start) if dim == tensor.dim() - 1 and is_blocks else None
 
 
 @implements_function(torch.Tensor.new_empty)
@@ -172,7 +161,7 @@ def _set_requires_grad(tensor: QuantizedTensor, value: bool) -> None:
     is_frozen_now = tensor.requires_grad and not value
     torch.Tensor.requires_grad.__set__(tensor, value)
     # Not for aliases: nn.Parameter(weight.detach(), False) makes one.
-    is_base = isinstance(tensor, torch.nn.Parameter) and not tensor._shared.has_optimizer
+    is_base = isinstance(tensor, torch.nn.Parameter) and not tensor._shared.stepped_by
     if is_frozen_now and is_base:
         tensor.clear_high_precision_init_val()
 
@@ -187,37 +176,26 @@ def _new_zeros(
     **kwargs: Any,
 ) -> Tensor:
     device = tensor.device if device is None else torch.device(device)
-    if dtype is None and _is_piece(tuple(size), tensor):
+    # FSDP2 allocates shards with such a call: the whole tensor's shape, cut in one dimension. To
+    # get plain zeros of that size, pass a dtype.
+    whole = tuple(tensor.shape) if tensor.global_spec is None else tensor.global_spec.shape
+    is_cut = len(size) == len(whole) and all(map(int.__le__, size, whole))
+    if dtype is None and is_cut and sum(map(int.__ne__, size, whole)) <= 1:
         return rows.make_shard(tensor, tuple(size), device)
     return torch.zeros(size, dtype=dtype or tensor.dtype, device=device)
-
-
-def _is_piece(size: tuple[int, ...], tensor: QuantizedTensor) -> bool:
-    """Whether ``size`` is the shape of the tensor, or of its whole tensor, cut in one dimension.
-
-    FSDP2 allocates shards with such a call, without a dtype. To get plain zeros of that size, pass
-    a dtype.
-    """
-    spec = tensor._shared.global_spec
-    shape = tuple(tensor.shape) if spec is None else spec.shape
-    if len(size) != len(shape):
-        return False
-    differs = [own != other for own, other in zip(size, shape, strict=True)]
-    return sum(differs) <= 1 and all(map(int.__le__, size, shape))
 
 
 # FSDP2 keeps shards flat, and applies size and strides to gathered tensors.
 @implements_operator(aten.view.default)
 def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Tensor:
-    if tensor._shared.global_spec is None:
-        return func(tensor._read(), shape)
-    if tuple(shape) == tuple(tensor.shape):  # DTensor.to_local()
+    is_shard = tensor.global_spec is not None
+    if is_shard and tuple(shape) == tuple(tensor.shape):  # DTensor.to_local()
         return tensor._alias()
-    if tuple(shape) not in ((-1,), (tensor.numel(),)):
-        return func(tensor._read(), shape)
-    # FSDP2 makes this call on every rank, also after loading a checkpoint.
-    tensor._shared.unsettled = True
-    return tensor._alias((tensor.numel(),))
+    if is_shard and tuple(shape) in ((-1,), (tensor.numel(),)):
+        # FSDP2 makes this call on every rank, also after loading a checkpoint.
+        tensor._shared.unsettled = True
+        return tensor._alias((tensor.numel(),))
+    return func(tensor._read(), shape)
 
 
 @implements_operator(aten.as_strided.default)
@@ -228,18 +206,15 @@ def _as_strided(
     stride: tuple[int, ...],
     storage_offset: int | None = None,
 ) -> Tensor:
-    if (tuple(size), tuple(stride), storage_offset or 0) == (*_geometry(tensor), 0):
+    is_same = (tuple(size), tuple(stride)) == (tuple(tensor.shape), tuple(tensor.stride()))
+    if is_same and not storage_offset:
         return tensor._alias()
     return func(tensor._read(), size, stride, storage_offset)
 
 
-def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(tensor.shape), tuple(tensor.stride())
-
-
 @implements_operator(aten.record_stream.default)
 def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
-    for inner in tensor._shared.tensors.existing().values():
+    for inner in tensor.inner.present:
         func(inner, stream)
 
 
@@ -252,40 +227,40 @@ def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream
     aten.randn_like.default,
 )
 def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return func(
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs
-    )
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return func(like, *args, **kwargs)
 
 
 # load_state_dict, in both directions and between formats.
 @implements_operator(aten.copy_.default)
 def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(out, QuantizedTensor):
-        return out.copy_(source._as_written(out.dtype), non_blocking)
+        # Averages that are swapped in for validation are swapped out as they were.
+        written = None if source._shared.left is None else source._high_precision_init_val
+        return out.copy_(source._read(out.dtype) if written is None else written, non_blocking)
     if source.dtype not in HIGH_PRECISION_DTYPES:
         source = source.float()
     source = source.expand(out.shape) if source.shape != out.shape else source
     value = source.pending_value() if isinstance(source, QuantizedTensor) else source
     if value is None:
         out._write(source, non_blocking)
-    else:
-        if not _reads_as(out, value):
-            if out._shared.is_copy and not isinstance(out, torch.nn.Parameter):
-                _warn_of_averages(out)
-            left = out._shared.left
-            if left is not None:
-                left = left._alias(tuple(out.shape), out._start, out._start_col)
-                source = left if _reads_as(left, value) else source
-            out._write(source, non_blocking)
-        elif (
-            out._shared.rows_share_scales
-            and out._shared.has_optimizer
-            and out._high_precision_init_val is None
-        ):
-            # If other ranks write theirs, these rows are quantized once more.
-            out._keep_left()
+        return out
+    shared = out._shared
+    is_same = _reads_as(out, value)
+    if not is_same:
+        if shared.is_copy and not isinstance(out, torch.nn.Parameter):
+            _warn_of_averages(out)
+        if shared.left is not None:
+            left = shared.left._alias(tuple(out.shape), out._start, out._start_col)
+            source = left if _reads_as(left, value) else source
+        out._write(source, non_blocking)
+    if shared.rows_share_scales:
+        # Whatever happened here, other ranks may write theirs, and these rows are quantized again.
+        out._keep_left()
+        if is_same and shared.stepped_by and out._high_precision_init_val is None:
             rows.replace_init_val(out, value)
-        out.mark_unsettled()  # whatever happened here, other ranks may quantize their rows
+        shared.unsettled = True
+        mark_written([out])
     return out
 
 
@@ -359,14 +334,11 @@ torch.nn.init._no_grad_trunc_normal_ = _trunc_normal_at_once
 # torch.load and data loaders query it; FSDP2's CPU offload pins memory.
 @implements_operator(aten.is_pinned.default)
 def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in tensor._shared.tensors.existing().values())
+    return all(inner.is_pinned() for inner in tensor.inner.present)
 
 
 @implements_operator(aten._pin_memory.default)
 def _pin_memory(
     func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
 ) -> QuantizedTensor:
-    pinned = tensor._map_storage(torch.Tensor.pin_memory)
-    kept = tensor._high_precision_init_val
-    pinned._high_precision_init_val = tensor._shared.next_init_val if kept is None else kept
-    return pinned
+    return tensor._map_storage(torch.Tensor.pin_memory, keeps_init_val=True)

@@ -1,10 +1,11 @@
 """The tensor subclass behind every block-scaled format."""
 
 import copy
-import dataclasses
+import functools
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fp4adam.tensors.quantizer import (
     check_dtype,
     check_tensor,
 )
-from fp4adam.tensors.storage import SharedStorage, Storage
+from fp4adam.tensors.storage import STORAGE_NAMES, SharedStorage, Storage
 from fp4adam.tensors.te_names import TensorNames
 
 # Part of the key of torch.compile's disk cache: graphs that call operators of another version of
@@ -33,13 +34,20 @@ _OPERATORS: dict[Callable, Callable] = {}
 def _inner(name: str) -> property:
     """An inner tensor as an attribute; assignment exchanges it for all aliases."""
 
-    def get(tensor: "QuantizedTensor") -> Tensor | None:
-        return getattr(tensor._shared.tensors, name)
-
     def exchange(tensor: "QuantizedTensor", value: Tensor | None) -> None:
-        tensor._shared.tensors = tensor._shared.tensors.exchange(**{name: value})
+        tensor.inner = tensor.inner.exchange(**{name: value})
 
-    return property(get, exchange, doc=f"The inner tensor ``{name}``, or None.")
+    doc = f"The inner tensor ``{name}``, or None."
+    return property(lambda tensor: getattr(tensor.inner, name), exchange, doc=doc)
+
+
+def _of_storage(name: str, doc: str) -> property:
+    """What all aliases share, as an attribute."""
+    return property(
+        lambda tensor: getattr(tensor._shared, name),
+        lambda tensor, value: setattr(tensor._shared, name, value),
+        doc=doc,
+    )
 
 
 class _NoStorage(torch.UntypedStorage):
@@ -69,15 +77,10 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     exists = False
     # One object for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
-    _rowwise_data = _inner("rowwise_data")
-    _rowwise_scale_inv = _inner("rowwise_scale_inv")
-    _columnwise_data = _inner("columnwise_data")
-    _columnwise_scale_inv = _inner("columnwise_scale_inv")
-    _block_scale_inv = _inner("block_scale_inv")
-    _amax = _inner("amax")
-    _amax_history = _inner("amax_history")
-    _rowwise_gemm_scale_inv = _inner("rowwise_gemm_scale_inv")
-    _columnwise_gemm_scale_inv = _inner("columnwise_gemm_scale_inv")
+    inner = _of_storage("tensors", "The ``Storage``; the inner tensors are attributes, too.")
+    global_spec = _of_storage("global_spec", "The tensor that this is a shard of, or None.")
+    parameter_name = _of_storage("name", "Its name in the model, for error messages, or None.")
+    scale_group = _of_storage("scale_group", "The ``ScaleGroup`` that shares its amax, or None.")
 
     def __new__(
         cls,
@@ -87,38 +90,27 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         storage: Storage | SharedStorage,
         requires_grad: bool = False,
     ) -> "QuantizedTensor":
-        tensors = storage.tensors if isinstance(storage, SharedStorage) else storage
-        device = tensors.present[0].device
-        return torch.Tensor._make_wrapper_subclass(
+        shared = storage if isinstance(storage, SharedStorage) else SharedStorage(storage)
+        device = shared.tensors.present[0].device
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        quantizer: Quantizer,
-        storage: Storage | SharedStorage,
-        requires_grad: bool = False,
-    ) -> None:
-        self.quantizer = quantizer
-        QuantizedTensor.exists = True
-        quantizer.register()
-        is_shared = isinstance(storage, SharedStorage)
-        self._shared = storage if is_shared else SharedStorage(storage)
+        tensor.quantizer, tensor._shared = quantizer, shared
         # Index of the first row, relative to the storage's first row of values, and of the first
         # column.
-        self._start = self._start_col = 0
+        tensor._start = tensor._start_col = 0
+        QuantizedTensor.exists = True
+        quantizer.register()
+        return tensor
 
     def storage_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that exist, by attribute name."""
-        existing = self._shared.tensors.existing()
-        return {f"_{name}": inner for name, inner in existing.items()}
+        return {f"_{name}": inner for name, inner in self.inner.existing().items()}
 
     @property
     def rowwise_data(self) -> Tensor | None:
         """Codes with blocks along the last dimension, uint8; None without rowwise usage."""
-        return self._rowwise_data
+        return self.inner.rowwise_data
 
     @property
     def columnwise_data(self) -> Tensor | None:
@@ -127,12 +119,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
         copy for both directions.
         """
-        tensors, quantizer = self._shared.tensors, self.quantizer
-        if tensors.columnwise_data is None and quantizer.columnwise:
-            if quantizer.layout.shares_codes:
-                return tensors.rowwise_data
-            return transpose.transposed_codes(tensors.rowwise_data, quantizer.layout.code_bits)
-        return tensors.columnwise_data
+        stored, layout = self.inner.columnwise_data, self.quantizer.layout
+        if stored is not None or not self.quantizer.columnwise:
+            return stored
+        if layout.shares_codes:
+            return self.rowwise_data
+        return transpose.transposed_codes(self.rowwise_data, layout.code_type.bits)
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
@@ -140,12 +132,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
         The scale of a square NVFP4 block is repeated for each of its 16 rows.
         """
-        return self.quantizer.scale_inv(self._shared.tensors, "rowwise")
+        return self.quantizer.scale_inv(self.inner, "rowwise")
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of ``columnwise_data`` in Transformer Engine's layout; padding is 0."""
-        return self.quantizer.scale_inv(self._shared.tensors, "columnwise")
+        return self.quantizer.scale_inv(self.inner, "columnwise")
 
     @property
     def rowwise_gemm_scale_inv(self) -> Tensor | None:
@@ -164,18 +156,17 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._gemm_scale_inv("columnwise")
 
     def _gemm_scale_inv(self, usage: str) -> Tensor | None:
-        tensors = self._shared.tensors
-        stored = getattr(tensors, f"{usage}_gemm_scale_inv")
+        stored = getattr(self.inner, f"{usage}_gemm_scale_inv")
         if stored is not None or not getattr(self.quantizer, usage):
             return stored
-        if not self.quantizer.layout.swizzles:
-            return self.quantizer.scale_inv(tensors, usage)
-        return swizzle.new_gemm_scale(self, usage)
+        if self.quantizer.layout.scale_type in ("e4m3", "e8m0"):
+            return swizzle.new_gemm_scale(self, usage)
+        return self.quantizer.scale_inv(self.inner, usage)
 
     @property
     def nbytes_stored(self) -> int:
         """Total size of all inner tensors in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.storage_tensors().values())
+        return sum(inner.numel() * inner.element_size() for inner in self.inner.present)
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
         """Overwrite the values with ``x``; storage addresses stay.
@@ -183,9 +174,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         Args:
             x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
                 tensor of the same format is copied byte for byte, in the directions that both have.
-
-        Returns:
-            This tensor.
 
         Raises:
             ValueError: If the shape differs.
@@ -210,7 +198,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         by_step: bool = False,
     ) -> None:
         """Overwrite the values; only a step drops what they were before quantization."""
-        shared = self._shared
+        shared, plain = self._shared, not isinstance(x, QuantizedTensor)
         if shared.is_gathered:
             # Its amax is the shard's own tensor, so a write would corrupt the shard.
             raise RuntimeError(
@@ -218,56 +206,40 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"{tuple(self.shape)} that FSDP2 has gathered, where writes would be lost; call "
                 "reshard() of its module first"
             )
-        plain, is_new = not isinstance(x, QuantizedTensor), shared.first_row is None
         if not plain and x._window == self._window:
             return  # loading an alias of itself, such as a tensor from state_dict()
+        is_new = shared.first_row is None
         with torch.no_grad():
             if not by_step:
                 self._keep_left()
             value = x.detach() if plain else x.pending_value()
             # Before the first step, the same bytes keep the value that they were quantized from.
-            is_same = self._high_precision_init_val is not None and not plain
-            is_same = is_same and self._has_same_bytes(x)
-            copied = not plain and rows.copy_bytes(self, x, non_blocking)
-            if not copied:
+            is_same = self._high_precision_init_val is not None and value is None
+            is_same = is_same and self.has_bytes_of(x)
+            if plain or not rows.copy_bytes(self, x, non_blocking):
                 source = (x._read() if value is None else value).to(self.device)
                 rows.write(self, source, amax)
             is_kept = not by_step or shared.init_val is not None
-            if is_kept and not (is_new or is_same and value is None):
+            if is_kept and not (is_new or is_same):
                 # Master weights start from a value that is written before a step.
                 rows.replace_init_val(self, value)
-        shared.mark_written()
-        torch.autograd.graph.increment_version(self)
+        mark_written([self])
 
     def _keep_left(self) -> None:
         """Keep what a step has left, before other code writes; see ``SharedStorage``."""
         shared = self._shared
-        is_stepped = shared.has_optimizer and self._high_precision_init_val is None
+        is_stepped = shared.stepped_by and self._high_precision_init_val is None
         if is_stepped and shared.left is None and not self.is_meta:
             shared.left = rows.every_row(self).twin()
 
-    def _has_same_bytes(self, other: "QuantizedTensor") -> bool:
-        own, others = (
-            [(name, inner.shape, inner.device) for name, inner in t.storage_tensors().items()]
-            for t in (self, other)
-        )
-        return same_format(self, other) and own == others and self.has_bytes_of(other)
-
-    def _as_written(self, dtype: torch.dtype) -> Tensor:
-        """The values that other code has written since the last step, unrounded, or :meth:`_read`.
-
-        So averages that are swapped in for validation are swapped out as they were.
-        """
-        written = None if self._shared.left is None else self._high_precision_init_val
-        return self._read(dtype) if written is None else written.to(self.device, dtype)
-
-    def mark_unsettled(self) -> None:
-        """Note that other ranks may have written their shards, if that changes its scales."""
-        if self._shared.rows_share_scales:
-            self._keep_left()
-            self._shared.unsettled = True
-            self._shared.mark_written()
-            torch.autograd.graph.increment_version(self)
+    def has_bytes_of(self, other: "QuantizedTensor") -> bool:
+        """Whether both have the same format, device and bytes."""
+        own, others = self.storage_tensors(), other.storage_tensors()
+        looks = ([(n, x.shape, x.device) for n, x in inner.items()] for inner in (own, others))
+        if self.quantizer != other.quantizer or next(looks) != next(looks):
+            return False
+        same = [(x.view(torch.uint8) == others[n].view(torch.uint8)).all() for n, x in own.items()]
+        return bool(torch.stack(same).all())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor; differentiable.
@@ -337,25 +309,21 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._high_precision_init_val if pending is None else pending
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the high-precision initial value.
-
-        A slice frees nothing, because other rows may need it.
-        """
+        """Free the high-precision initial value; a slice frees none, as other rows may need it."""
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
         """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
-        return self._shared.tensors.codes.data_ptr()
+        return self.inner.codes.data_ptr()
 
     # torch's implementations of these would use the wrapper's own memory, which does not exist.
     def is_shared(self) -> bool:
         """Whether the inner tensors are in shared memory."""
-        return all(inner.is_shared() for inner in self.storage_tensors().values())
+        return all(inner.is_shared() for inner in self.inner.present)
 
     def share_memory_(self) -> "QuantizedTensor":
         """Move the inner tensors to shared memory."""
-        shared = self._shared
-        shared.tensors = shared.tensors.map(torch.Tensor.share_memory_)
+        self.inner = self.inner.map(torch.Tensor.share_memory_)
         return self
 
     # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
@@ -403,7 +371,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             return self._write(value)
         value = value.to(self.device)
         kept = self._high_precision_init_val
-        if kept is not None and value._shared.init_val is None and self._has_same_bytes(value):
+        if kept is not None and value._shared.init_val is None and self.has_bytes_of(value):
             value._high_precision_init_val = kept
         value._shared.stepped_by = value._shared.stepped_by or self._shared.stepped_by
         self._shared, self._start, self._start_col = value._window
@@ -424,41 +392,28 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def _window(self) -> tuple[SharedStorage, int, int]:
-        """The storage, and the first row and column in it."""
         return self._shared, self._start, self._start_col
 
     def _map_storage(
-        self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+        self,
+        fn: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        keeps_init_val: bool = False,
     ) -> "QuantizedTensor":
         """A tensor on a new storage: ``fn`` applied to the blocks that hold its rows."""
-        source = rows.own_blocks(self)
-        shared = source._shared
-        new = dataclasses.replace(
-            shared,
-            tensors=shared.tensors.map(fn),
-            init_val=None,
-            left=None,
-            stepped_by=None,
-            is_gathered=False,
-            pending=None if shared.pending is None else fn(shared.pending),
-        )
+        source, kept = rows.own_blocks(self), self._high_precision_init_val
+        pending = source._shared.pending
+        changes = {"pending": None if pending is None else fn(pending)}
+        if keeps_init_val:
+            changes["init_val"] = self._shared.next_init_val if kept is None else fn(kept)
+        new = source._shared.on(source.inner.map(fn), **changes)
         return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
 
     def twin(self) -> "QuantizedTensor":
         """The same rows on a copy of the whole storage; writing to it leaves this tensor alone."""
-        shared = self._shared
-        own = dict.fromkeys(("init_val", "pending", "left", "stepped_by"))
-        own |= {"is_gathered": False}
-        new = dataclasses.replace(shared, tensors=shared.tensors.map(torch.clone), **own)
-        twin = type(self)(tuple(self.shape), self.dtype, self.quantizer, new)
-        twin._start, twin._start_col = self._start, self._start_col
+        twin = self._alias()
+        twin._shared = self._shared.on(self.inner.map(torch.clone))
         return twin
-
-    def has_bytes_of(self, other: "QuantizedTensor") -> bool:
-        """Whether all inner tensors are bitwise equal to those of ``other``, of the same format."""
-        pairs = zip(self._shared.tensors.present, other._shared.tensors.present, strict=True)
-        same = [(a.view(torch.uint8) == b.view(torch.uint8)).all() for a, b in pairs]
-        return bool(torch.stack(same).all())
 
     @property
     def _first_row(self) -> int:
@@ -481,7 +436,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self,
     ) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands, bool]]:
         # torch.compile has to compare operands too; quantizers exclude them from ==.
-        spec = self._shared.global_spec
+        spec = self.global_spec
         is_parallel = spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]
         context = (self.quantizer, self.dtype, self.quantizer.operands, is_parallel)
         return list(self.storage_tensors()), context
@@ -508,18 +463,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """The tensor's part of torch.compile's disk cache key: metadata, but no values."""
-        names, context = self.__tensor_flatten__()
-        inner = self._shared.tensors.existing().values()
-        looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
-        parts = (
-            _OPERATORS_OF_GRAPHS,
-            type(self).__name__,
-            self.shape,
-            self.requires_grad,
-            names,
-            looks,
-            context,
-        )
+        looks = [(x.shape, x.stride(), x.dtype, x.device) for x in self.inner.present]
+        own = type(self).__name__, self.shape, self.requires_grad, *self.__tensor_flatten__()
+        parts = (_OPERATORS_OF_GRAPHS, *own, looks)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
@@ -576,6 +522,12 @@ def same_format(a: Tensor, b: Tensor) -> bool:
     return type(a) is type(b) and a.quantizer == b.quantizer and a.shape == b.shape
 
 
+def mark_written(tensors: Sequence[QuantizedTensor]) -> None:
+    """Raise the versions of tensors and their inner tensors, which kernels do not do."""
+    inner = chain.from_iterable(tensor.inner.versioned for tensor in tensors)
+    torch.autograd.graph.increment_version([*tensors, *inner])
+
+
 def _rebuild_quantized_tensor(
     cls: type[QuantizedTensor],
     shape: tuple[int, ...],
@@ -611,9 +563,9 @@ class Dequantize(torch.autograd.Function):
 def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
     return NotImplementedError(
         f"{what} must not write into a {type(tensor).__name__}: small changes would be rounded "
-        "away. Train with FP4Adam, initialize inside quantized_init() or before quantize_model(), "
-        "call tensor.quantize_(new_values), or, to merge adapters for example, make the weights "
-        "plain with dequantize_model(model)"
+        "away. Train with FP4Adam, or any optimizer in MasterWeightOptimizer; initialize inside "
+        "quantized_init() or before quantize_model(), call tensor.quantize_(new_values), or, to "
+        "merge adapters for example, make the weights plain with dequantize_model(model)"
     )
 
 
@@ -632,24 +584,20 @@ def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
                 raise _refusal(func, tensor)
 
 
-def implements_function(function: Callable) -> Callable:
-    """Register an implementation of a torch function for calls with a quantized tensor."""
-
+def _implements(registry: dict[Callable, Callable], *names: Callable) -> Callable:
     def register(fn: Callable) -> Callable:
-        _FUNCTIONS[function] = fn
+        registry.update(dict.fromkeys(names, fn))
         return fn
 
     return register
 
 
-def implements_operator(*operators: Callable) -> Callable:
-    """Register an implementation of aten operators for calls with a quantized tensor."""
+# Decorators of what torch functions and aten operators do if an argument is a quantized tensor.
+implements_function = functools.partial(_implements, _FUNCTIONS)
+implements_operator = functools.partial(_implements, _OPERATORS)
 
-    def register(fn: Callable) -> Callable:
-        _OPERATORS.update(dict.fromkeys(operators, fn))
-        return fn
 
-    return register
-
+for _name in STORAGE_NAMES:
+    setattr(QuantizedTensor, f"_{_name}", _inner(_name))
 
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fp4adam.tensors import backend, encoding, minifloat
+from fp4adam.tensors import backend, encoding
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape
 from fp4adam.tensors.layout import USAGES, Layout
 from fp4adam.tensors.storage import Storage
@@ -93,17 +93,15 @@ class Quantizer(QuantizerNames, Generic[T]):
 
     def without_derived(self) -> "Quantizer":
         """The same quantizer without the inner tensors that can be derived."""
-        derives = self.layout.is_square and bool(self.layout.rows_per_entry)
-        columnwise = self.columnwise and not derives
+        columnwise = self.columnwise and not (self.layout.is_square and self.rowwise)
         return dataclasses.replace(self, columnwise=columnwise, optimize_for_gemm=False)
 
     def writes_codes_of(self, other: "Quantizer") -> bool:
         """Whether both write the same codes and scales in each direction that both have."""
-        if type(self) is not type(other):
-            return False
         names = {field.name for field in dataclasses.fields(self) if field.compare}
-        names -= {"rowwise", "columnwise", "optimize_for_gemm"}
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        names -= {*USAGES, "optimize_for_gemm"}
+        is_alike = type(self) is type(other)
+        return is_alike and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if the format cannot hold a tensor of ``shape``."""
@@ -208,10 +206,8 @@ class Quantizer(QuantizerNames, Generic[T]):
         def owner(name: str) -> type:
             return next(base for base in type(self).__mro__ if name in vars(base))
 
-        return self.kernels and all(
-            issubclass(owner("kernels"), owner(name))
-            for name in ("encode", "decode", "take_amaxes")
-        )
+        own = map(owner, ("encode", "decode", "factors", "measure", "take_amaxes"))
+        return self.kernels and all(issubclass(owner("kernels"), each) for each in own)
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether kernels quantize and decode tensors of this format on a device."""
@@ -224,28 +220,21 @@ class Quantizer(QuantizerNames, Generic[T]):
 
             cast.measure(x, amax)
         elif x.numel():
-            amax.copy_(minifloat.amax(x.detach().float(), (0, 1)))
+            amax.copy_(encoding.amax_over(x.detach().float(), (0, 1)))
         else:
             amax.zero_()
 
-    def take_amax(self, tensors: Storage, amax: Tensor) -> None:
-        """Make ``amax``, float32 [1], that of the values about to be written to ``tensors``.
-
-        Afterwards ``tensors.amax`` is the one to quantize them with. Only for formats that store
-        an amax.
-        """
-        self.take_amaxes([tensors], [amax])
-
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        """:meth:`take_amax` for several tensors on one device."""
+        """Make each amax, float32 [1], that of the values about to be written to its tensor.
+
+        Afterwards the tensor's own amax is the one to quantize them with. All are on one device and
+        of a format that stores an amax.
+        """
         for each, amax in zip(tensors, amaxes, strict=True):
             each.amax.copy_(amax)
 
     def per_tensor_scale(self, amax: Tensor) -> Tensor:
-        """The decode scales of tensors with these amaxes, which other packages store instead.
-
-        Only for formats that store an amax.
-        """
+        """The decode scales of tensors with these amaxes, which other packages store instead."""
         raise NotImplementedError
 
     def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
@@ -257,7 +246,7 @@ class Quantizer(QuantizerNames, Generic[T]):
             if amax is None:
                 amax = torch.empty_like(out.amax)
                 self.measure(x, amax)
-            self.take_amax(out, amax)
+            self.take_amaxes([out], [amax])
         if self.uses_kernels(x.device) and self.layout.fits_kernels(*x.shape):
             from fp4adam.kernels import cast
 
@@ -274,8 +263,9 @@ class Quantizer(QuantizerNames, Generic[T]):
         if backend.runs_eagerly(tensors.codes):
             return self._read(tensors, dtype)
         scales = getattr(tensors, self.layout.scales_of(tensors.usage))
-        given = tensors.codes, scales, tensors.amax, self._key, tensors.usage
-        return _dequantize(*given, dtype, after)
+        return _dequantize(
+            tensors.codes, scales, tensors.amax, self._key, tensors.usage, dtype, after
+        )
 
     def _read(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels(tensors.codes.device):
@@ -303,10 +293,9 @@ class Quantizer(QuantizerNames, Generic[T]):
     def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
         """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
 
-        Each call decodes anew, and the memory of ``out`` and of codes and scales may have been
-        reallocated in between. Codes and scales of square or rowwise blocks may be stacks [parts,
-        ...] of consecutive parts of the rows, such as gathered shards; a block that is cut has a
-        scale in both. Rows past the end of ``out`` are ignored.
+        Memory may be reallocated between calls. Codes and scales of square or rowwise blocks may be
+        stacks [parts, ...] of consecutive parts of the rows, such as gathered shards; a block that
+        is cut has a scale in both. Rows past the end of ``out`` are ignored.
         """
         if not self.uses_kernels(out.device):
             return functools.partial(self._read_into, tensors, out)
@@ -315,15 +304,13 @@ class Quantizer(QuantizerNames, Generic[T]):
         return decoder(out, tensors, self.layout)
 
     def _read_into(self, tensors: Storage, out: Tensor) -> None:
-        whole = {}
-        for name, inner in tensors.existing().items():
+        whole = tensors.existing()
+        for name, inner in whole.items():
             if inner.dim() == 3:
+                rows = self.layout.rows_per_entry[name]
                 part = tensors.rowwise_data.shape[1], inner.shape[1]
-                index = blocks_of_parts(
-                    len(out), self.layout.rows_per_entry[name], *part, inner.device
-                )
-                inner = inner.flatten(0, 1)[index]
-            whole[name] = inner
+                index = blocks_of_parts(len(out), rows, *part, inner.device)
+                whole[name] = inner.flatten(0, 1)[index]
         out.copy_(self.read(Storage(**whole), out.dtype))
 
     @property
@@ -348,27 +335,21 @@ def _dequantize(
     after: Tensor | None = None,
 ) -> Tensor:
     """:meth:`Quantizer.read` in compiled graphs."""
-    return _BY_KEY[key]._read(_storage(codes, scales, amax, key, usage), dtype)
-
-
-def _storage(
-    codes: Tensor, scales: Tensor | None, amax: Tensor | None, key: str, usage: str
-) -> Storage:
     inner = {f"{usage}_data": codes, _BY_KEY[key].layout.scales_of(usage): scales}
-    return Storage(**inner, amax=amax)
+    return _BY_KEY[key]._read(Storage(**inner, amax=amax), dtype)
 
 
 @_dequantize.register_fake
 def _(
     codes: Tensor,
-    scales: Tensor | None,
-    amax: Tensor | None,
+    scales: Any,
+    amax: Any,
     key: str,
     usage: str,
     dtype: torch.dtype,
-    after: Tensor | None = None,
+    after: Any = None,
 ) -> Tensor:
-    shape = _BY_KEY[key].decoded_shape(_storage(codes, scales, amax, key, usage))
+    shape = _BY_KEY[key].decoded_shape(Storage(**{f"{usage}_data": codes}))
     return codes.new_empty(shape, dtype=dtype)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4adam.tensors import encoding
 from fp4adam.tensors.blocks import flat_shape, round_up
-from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+from fp4adam.tensors.storage import GlobalSpec, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
@@ -32,49 +32,36 @@ def matrix_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     if leading:
         return math.prod(leading), last
     # FSDP2 keeps shards flat.
-    cols = tensor._shared.global_spec.shape[-1]
+    cols = tensor.global_spec.shape[-1]
     return last // max(cols, 1), cols
 
 
 def stored_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
-    return _stored_shape(tensor, *matrix_shape(tensor))
+    layout = tensor.quantizer.layout
+    for name, rows in layout.rows_per_entry.items():
+        if rows == 1 and name.endswith("_data"):
+            entries, width = getattr(tensor.inner, name).shape
+            return entries, width * layout.inner[name].cols
+    return matrix_shape(tensor)
 
 
-def _stored_shape(tensor: QuantizedTensor, rows: int, cols: int) -> tuple[int, int]:
-    for name, rows_of_entry in tensor.quantizer.layout.rows_per_entry.items():
-        if rows_of_entry == 1 and name.endswith("_data"):
-            entries, width = getattr(tensor._shared.tensors, name).shape
-            cols_of_entry = tensor.quantizer.layout.cols_per_entry.get(name)
-            return entries, cols if cols_of_entry is None else width * cols_of_entry
-    return rows, cols
-
-
-def stored_rows(tensor: QuantizedTensor) -> int:
-    """Number of rows of the matrix that the inner tensors hold."""
-    return stored_shape(tensor)[0]
-
-
-def has_all_columns(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor has all columns of its storage."""
-    own = matrix_shape(tensor)
-    return own[1] == _stored_shape(tensor, *own)[1]
+def _has_all_columns(tensor: QuantizedTensor) -> bool:
+    return matrix_shape(tensor)[1] == stored_shape(tensor)[1]
 
 
 def is_all(tensor: QuantizedTensor) -> bool:
     """Whether a tensor has all values in its storage."""
     if tensor._start:
         return False
-    own, rows = matrix_shape(tensor), tensor._shared.rows
-    stored, cols = _stored_shape(tensor, *own)
-    return own == (stored if rows is None else rows, cols)
+    rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
+    return matrix_shape(tensor) == (stored if rows is None else rows, cols)
 
 
 def is_whole_blocks(tensor: QuantizedTensor) -> bool:
     """Whether a tensor has its whole storage, and shares no block with another shard."""
-    shared = tensor._shared
-    is_cut = shared.global_spec is not None and shared.global_spec.is_cut
-    return not (shared.first_row or is_cut) and is_all(tensor)
+    is_cut = tensor.global_spec is not None and tensor.global_spec.is_cut
+    return not (tensor._shared.first_row or is_cut) and is_all(tensor)
 
 
 def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -85,53 +72,35 @@ def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
     if is_all(tensor):
         return tensor
     (rows, _), block = matrix_shape(tensor), tensor.quantizer.layout.block
-    total, first = stored_rows(tensor), tensor._first_row
+    first = tensor._first_row
     low = first // block * block
-    high = max(min(round_up(first + rows, block), total), low)
+    high = max(min(round_up(first + rows, block), stored_shape(tensor)[0]), low)
     pending = tensor._shared.pending
-    shared = dataclasses.replace(
-        tensor._shared,
-        tensors=_own_columns(tensor, _stored_between(tensor, low, high)),
-        init_val=None,
-        left=None,
-        stepped_by=None,
-        pending=None if pending is None else rows_of(tensor, pending),
-        rows=rows,
-        first_row=first - low,
-    )
+    pending = None if pending is None else rows_of(tensor, pending)
+    tensors = _stored_between(tensor, low, high)
+    shared = tensor._shared.on(tensors, pending=pending, rows=rows, first_row=first - low)
     quantizer = tensor.quantizer.without_derived()
     return type(tensor)(tuple(tensor.shape), tensor.dtype, quantizer, shared)
 
 
 def _stored_between(tensor: QuantizedTensor, low: int, high: int) -> Storage:
-    """Views of the inner tensors on stored rows ``low`` to ``high``, without derived ones."""
-    tensors = tensor._shared.tensors
-    views = {}
+    """Inner tensors on stored rows ``low`` to ``high``, without derived ones, all contiguous."""
+    tensors, views = tensor.inner, {}
     for name, rows in tensor.quantizer.layout.rows_per_entry.items():
         inner = getattr(tensors, name)
         # The last view keeps the padding.
-        stop = inner.shape[0] if high == stored_rows(tensor) else -(-high // rows)
-        views[name] = inner[low // rows : stop]
+        stop = inner.shape[0] if high == stored_shape(tensor)[0] else -(-high // rows)
+        views[name] = _columns_of(tensor, name)[low // rows : stop].contiguous()
     return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
-def _own_columns(tensor: QuantizedTensor, tensors: Storage) -> Storage:
-    """The columns of a window, from inner tensors that hold all; contiguous."""
-    if has_all_columns(tensor):
-        return tensors
-    views = {
-        name: _columns_of(tensor, name, getattr(tensors, name)).contiguous()
-        for name in tensor.quantizer.layout.cols_per_entry
-    }
-    return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
-
-
-def _columns_of(tensor: QuantizedTensor, name: str, inner: Tensor) -> Tensor:
-    """The window's columns of an inner tensor, without padding."""
-    cols, per_entry = matrix_shape(tensor)[1], tensor.quantizer.layout.cols_per_entry.get(name)
-    if per_entry is None:
+def _columns_of(tensor: QuantizedTensor, name: str) -> Tensor:
+    """The window's columns of an inner tensor, without padding unless it has all columns."""
+    inner, per_entry = getattr(tensor.inner, name), tensor.quantizer.layout.inner[name].cols
+    if _has_all_columns(tensor):
         return inner
-    return inner[:, tensor._start_col // per_entry : -(-(tensor._start_col + cols) // per_entry)]
+    first, stop = tensor._start_col, tensor._start_col + matrix_shape(tensor)[1]
+    return inner[:, first // per_entry : -(-stop // per_entry)]
 
 
 def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
@@ -140,7 +109,7 @@ def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = Non
     if pending is not None:
         return rows_of(tensor, pending).to(dtype, copy=True)
     part, rows = own_blocks(tensor), matrix_shape(tensor)[0]
-    values = part.quantizer.read(part._shared.tensors, dtype, after)
+    values = part.quantizer.read(part.inner, dtype, after)
     # Cloned, so that it starts at the beginning of its own memory: it may become a DTensor's state.
     return values if len(values) == rows else values[part._first_row :][:rows].clone()
 
@@ -150,13 +119,10 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
 
     Loaders write shards row by row. Values of rows that share scales with others, of the shard or
     of other ranks, are pending until all are there; else they are quantized in whole blocks.
-
-    Raises:
-        RuntimeError: If it is a slice of a whole tensor.
     """
-    shared = tensor._shared
+    shared, has_all = tensor._shared, is_all(tensor)
     shares_scales = shared.rows_share_scales
-    in_blocks = is_all(tensor) or _is_run_of_blocks(tensor)
+    in_blocks = has_all or _is_run_of_blocks(tensor)
     if not in_blocks and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
@@ -168,21 +134,27 @@ def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) ->
     if tensor.is_meta or not value.numel():
         return
     matrix = value.reshape(matrix_shape(tensor))
-    if is_all(tensor):
-        shared.pending = matrix.clone() if shares_scales else None
-        if not shares_scales:
-            _quantize(tensor, matrix, amax)
-    elif waits:
-        if shared.pending is None:
-            shared.pending = _with_rows(tensor, matrix)
-        else:
-            if shared.pending.dtype != matrix.dtype:
-                shared.pending = shared.pending.float()
-            rows_of(tensor, shared.pending).copy_(matrix)
+    if has_all and shares_scales:
+        shared.pending = matrix.clone()
+    elif has_all or not waits:
+        shared.pending = None
+        _quantize(tensor, matrix.contiguous(), {} if amax is None else {"amax": amax})
+    elif shared.pending is None:
+        shared.pending = _with_rows(tensor, matrix)
     else:
-        first = tensor._first_row
-        storage = _stored_between(tensor, first, first + len(matrix))
-        tensor.quantizer.without_derived().write(matrix.contiguous(), storage)
+        if shared.pending.dtype != matrix.dtype:
+            shared.pending = shared.pending.float()
+        rows_of(tensor, shared.pending).copy_(matrix)
+
+
+def _quantize(tensor: QuantizedTensor, matrix: Tensor, options: dict[str, Any]) -> None:
+    first, rows = tensor._first_row, len(matrix)
+    if rows == stored_shape(tensor)[0]:
+        tensor.quantizer.write(matrix, tensor.inner, **options)
+        build_gemm_scales([tensor])
+    else:
+        storage = _stored_between(tensor, first, first + rows)
+        tensor.quantizer.without_derived().write(matrix, storage, **options)
         _build_derived(every_row(tensor))
 
 
@@ -190,8 +162,8 @@ def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
     """True for whole blocks of rows of a shard, the last of which may be cut by its end."""
     block, first = tensor.quantizer.layout.block, tensor._first_row
     stop = first + matrix_shape(tensor)[0]
-    is_cut = first % block or (stop % block and stop < stored_rows(tensor))
-    return tensor._shared.global_spec is not None and has_all_columns(tensor) and not is_cut
+    is_cut = first % block or (stop % block and stop < stored_shape(tensor)[0])
+    return tensor.global_spec is not None and _has_all_columns(tensor) and not is_cut
 
 
 def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
@@ -208,57 +180,26 @@ def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
 
 def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
-    shared, other = tensor._shared, source._shared
-    if type(tensor) is not type(source):
-        return False
     if not tensor.quantizer.writes_codes_of(source.quantizer):
         return False
-    if shared.global_spec is None and other.global_spec is None:
-        if other.pending is not None or not (is_all(tensor) and is_all(source)):
-            return False
-        stored, values = shared.tensors.existing(), other.tensors.existing()
-        # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
-        values = {n: values[n] if n in values else getattr(source, n) for n in stored}
-        derived = {name for name in stored if values[name] is None}
-        if derived and not (
-            tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
-        ):
-            return False
-        shared.pending = None
-        for name in stored.keys() - derived:
-            stored[name].copy_(values[name], non_blocking)
-        if derived:
-            _build_derived(tensor)
-        return True
-    entries = tensor.quantizer.layout.rows_per_entry
-    if not entries or any(getattr(other.tensors, name) is None for name in entries):
+    if tensor.global_spec is None and source.global_spec is None:
+        return _copy_whole(tensor, source, non_blocking)
+    shared, other = tensor._shared, source._shared
+    layout, rows = tensor.quantizer.layout, matrix_shape(tensor)[0]
+    entries = layout.rows_per_entry
+    if not entries or any(getattr(source.inner, name) is None for name in entries):
         return False
-    rows = matrix_shape(tensor)[0]
     if shared.first_row is None:
-        left = None
-        if other.global_spec is not None:  # FSDP2 moves the shard, with what a step has left there
-            source._keep_left()
-            left = None if other.left is None else tensor.twin()
-        shared.first_row = source._first_row % tensor.quantizer.layout.block
-        shared.rows = rows
-        _take_init_val(tensor, source)
-        shared.stepped_by = shared.stepped_by or other.stepped_by
-        if left is not None:
-            copy_bytes(left, other.left._alias(tuple(source.shape), *source._window[1:]), False)
-            shared.left = every_row(left)
-        _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
-    if other.pending is not None or (shared.pending is not None and not is_all(tensor)):
-        return False
+        _become_shard(tensor, source, non_blocking)
     to, start = tensor._first_row, source._first_row
-    if (to - start) % tensor.quantizer.layout.block:
+    waits = other.pending is not None or (shared.pending is not None and not is_all(tensor))
+    if waits or (to - start) % layout.block:
         return False
     shared.pending = None
     for name, step in entries.items():
-        targets = _columns_of(tensor, name, getattr(shared.tensors, name))
-        values = _columns_of(source, name, getattr(other.tensors, name))
         targets, values = (
-            inner[first // step : -(-(first + rows) // step)]
-            for inner, first in ((targets, to), (values, start))
+            _columns_of(each, name)[first // step : -(-(first + rows) // step)]
+            for each, first in ((tensor, to), (source, start))
         )
         width = min(targets.shape[-1], values.shape[-1])
         targets[..., :width].copy_(values[..., :width], non_blocking)
@@ -267,12 +208,48 @@ def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
     return True
 
 
+def _copy_whole(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
+    if source._shared.pending is not None or not (is_all(tensor) and is_all(source)):
+        return False
+    stored, values = tensor.inner.existing(), source.inner.existing()
+    # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
+    values = {n: values[n] if n in values else getattr(source, n) for n in stored}
+    derived = {name for name in stored if values[name] is None}
+    can_derive = tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
+    if derived and not can_derive:
+        return False
+    tensor._shared.pending = None
+    for name in stored.keys() - derived:
+        stored[name].copy_(values[name], non_blocking)
+    if derived:
+        _build_derived(tensor)
+    return True
+
+
+def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
+    """Take over from ``source`` what an unwritten shard lacks besides codes and scales."""
+    shared, other, left = tensor._shared, source._shared, None
+    if source.global_spec is not None:  # FSDP2 moves the shard, with what a step has left there
+        source._keep_left()
+        left = None if other.left is None else tensor.twin()
+    shared.first_row = source._first_row % tensor.quantizer.layout.block
+    shared.rows = matrix_shape(tensor)[0]
+    shared.init_val = other.next_init_val
+    if other.init_val is not shared.init_val:
+        shared.init_val = rows_of(source, other.init_val).reshape(tensor.shape).clone()
+    shared.stepped_by = shared.stepped_by or other.stepped_by
+    if left is not None:
+        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window[1:]), False)
+        shared.left = every_row(left)
+    _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
+
+
 def _take_amax(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
     """Copy the amax of a whole tensor, and its history, unless the shard has no rows."""
     for name in ("amax", "amax_history") if tensor.numel() else ():
-        own = getattr(tensor._shared.tensors, name)
+        own = getattr(tensor.inner, name)
         if own is not None:
-            own.copy_(getattr(source._shared.tensors, name), non_blocking)
+            own.copy_(getattr(source.inner, name), non_blocking)
 
 
 def _build_derived(tensor: QuantizedTensor) -> None:
@@ -288,23 +265,16 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
     The scales themselves are not compared: with shards they may depend on other ranks. Codes may
     differ by ``slack``, in formats with one code per byte.
     """
-    pending = tensor._shared.pending
-    part, (rows, cols) = own_blocks(tensor), matrix_shape(tensor)
-    own = slice(part._first_row, part._first_row + rows)
+    pending, part = tensor._shared.pending, own_blocks(tensor)
+    own = slice(part._first_row, part._first_row + matrix_shape(tensor)[0])
+    layout = part.quantizer.layout
 
     def codes(matrix: Tensor) -> Tensor:
-        shape = (stored_rows(part), cols)
-        every_row = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
-        every_row[own] = matrix.view(rows, cols)
-        return encoding.recode(part.quantizer, every_row, part._shared.tensors)[own].short()
+        values = torch.zeros(stored_shape(part), dtype=torch.float32, device=tensor.device)
+        values[own] = matrix.view(matrix_shape(tensor))
+        return encoding.recode(part.quantizer, values, part.inner)[own].short()
 
-    if pending is None:
-        tensors = part._shared.tensors
-        data = tensors.rowwise_data if part.quantizer.rowwise else tensors.columnwise_data
-        actual = data[own].short()
-    else:
-        actual = codes(rows_of(tensor, pending))
-    layout = part.quantizer.layout
+    actual = part.inner.codes[own].short() if pending is None else codes(rows_of(tensor, pending))
     if layout.scale_type == "float32" and not layout.scale_rule.force_pow_2_scales:
         slack = max(slack, 1)  # the reciprocal of a stored scale is not always its encode scale
     return bool(((codes(value) - actual).abs() <= slack).all())
@@ -313,12 +283,8 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
 def make_shard(
     tensor: QuantizedTensor, shape: tuple[int, ...], device: torch.device
 ) -> QuantizedTensor:
-    """A new, unwritten shard of ``tensor``, or of the whole tensor that ``tensor`` is a shard of.
-
-    Raises:
-        ValueError: If the format cannot be sharded, or ``shape`` cuts another dimension.
-    """
-    spec = tensor._shared.global_spec
+    """A new, unwritten shard of ``tensor``, or of the whole tensor that it is a shard of."""
+    spec = tensor.global_spec
     if spec is None:
         spec = GlobalSpec(tuple(tensor.shape), tensor.quantizer, shape[0])
     elif spec.is_parallel and spec.chunk == spec.shape[0]:
@@ -334,15 +300,9 @@ def make_shard(
     if spec.is_cut:
         # Enough blocks for any first row within a block.
         rows = round_up(rows + block - 1, block)
-    shared = SharedStorage(
-        quantizer.zeros(rows, shape[-1], device),
-        global_spec=spec,
-        first_row=None,
-        unsettled=True,
-        name=tensor._shared.name,
-        scale_group=tensor._shared.scale_group,
-        parallel=tensor._shared.parallel,
-    )
+    unwritten = dict(rows=None, first_row=None, unsettled=True, is_copy=False)
+    zeros = quantizer.zeros(rows, shape[-1], device)
+    shared = tensor._shared.on(zeros, global_spec=spec, **unwritten)
     return type(tensor)(tuple(shape), tensor.dtype, quantizer, shared)
 
 
@@ -351,30 +311,17 @@ def parallel_part(
 ) -> QuantizedTensor:
     """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
 
-    It has all inner tensors that the weight has, their bytes, and the weight's amax.
-
-    Args:
-        tensor: The weight.
-        dim: The dimension that is divided.
-        number: The index of the part.
-        n_parts: Their number.
-        info: The ``ShardInfo`` of the part.
-
-    Raises:
-        ValueError: As :func:`check_parallel`.
+    It has all inner tensors that the weight has, their bytes, and the weight's amax. ``info`` is
+    its ``ShardInfo``.
     """
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
     window = tensor.narrow(dim, number * size, size)
     shape = tuple(window.shape)
-    shared = SharedStorage(
-        quantizer.zeros(*flat_shape(shape), tensor.device),
-        global_spec=GlobalSpec(shape, quantizer, shape[0], is_parallel=True),
-        first_row=None,
-        name=tensor._shared.name,
-        scale_group=tensor._shared.scale_group,
-        parallel=info,
-    )
+    spec = GlobalSpec(shape, quantizer, shape[0], is_parallel=True)
+    unwritten = dict(rows=None, first_row=None, unsettled=False, is_copy=False)
+    zeros = quantizer.zeros(*flat_shape(shape), tensor.device)
+    shared = tensor._shared.on(zeros, global_spec=spec, parallel=info, **unwritten)
     part = type(tensor)(shape, tensor.dtype, quantizer, shared)
     if tensor.is_meta:
         shared.first_row, shared.unsettled = 0, shared.rows_share_scales
@@ -392,7 +339,7 @@ def check_parallel(tensor: QuantizedTensor, dim: int, n_parts: int) -> None:
     indices = tensor.shape[dim]
     rows_per_index = math.prod(tensor.shape[1:-1]) if dim == 0 else 1
     is_cut = indices % n_parts or indices * rows_per_index % (n_parts * block)
-    is_whole = is_all(tensor) and tensor._shared.global_spec is None
+    is_whole = is_all(tensor) and tensor.global_spec is None
     if is_cut or dim not in (0, last) or not is_whole:
         raise ValueError(
             f"{what} must be whole, and the dimension that is divided the first or last one and a "
@@ -404,7 +351,7 @@ def check_parallel(tensor: QuantizedTensor, dim: int, n_parts: int) -> None:
 
 def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
     """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
-    name = tensor._shared.name
+    name = tensor.parameter_name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.without_derived().layout.rows_per_entry:
         raise ValueError(
@@ -416,15 +363,10 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
 
 
 def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
-    """Update the high-precision initial value after a write, if it is kept.
-
-    Args:
-        tensor: The tensor that was written.
-        value: The new unrounded value; None if unknown.
-    """
+    """Update the high-precision initial value after a write, if it is kept; None if unknown."""
     shared = tensor._shared
     has_init_val = shared.init_val is not shared.next_init_val
-    keeps = shared.init_val is not None or shared.has_optimizer
+    keeps = shared.init_val is not None or shared.stepped_by
     if is_all(tensor):
         if keeps:
             kept = None if value is None else value.to(tensor.device, copy=True)
@@ -434,13 +376,6 @@ def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
             # The other rows keep their values.
             value = tensor._read(torch.float32) if value is None else value
             shared.init_val = _with_rows(tensor, value)
-
-
-def _take_init_val(tensor: QuantizedTensor, source: QuantizedTensor) -> None:
-    tensor._shared.init_val = source._shared.next_init_val
-    if source._shared.init_val is not tensor._shared.init_val:
-        value = rows_of(source, source._shared.init_val).reshape(tensor.shape)
-        tensor._shared.init_val = value.clone()
 
 
 def rows_of(tensor: QuantizedTensor, value: Tensor) -> Tensor:
@@ -453,17 +388,5 @@ def rows_of(tensor: QuantizedTensor, value: Tensor) -> Tensor:
 def every_row(tensor: QuantizedTensor) -> QuantizedTensor:
     """A window on all of the storage, as a matrix."""
     rows, (stored, cols) = tensor._shared.rows, stored_shape(tensor)
-    return tensor._alias(
-        (stored if rows is None else rows, cols), -tensor._start, -tensor._start_col
-    )
-
-
-def _quantize(tensor: QuantizedTensor, matrix: Tensor, amax: Tensor | None = None) -> None:
-    """Quantize all rows of a storage that shares no scales with other storages."""
-    rows = len(matrix)
-    if rows < stored_rows(tensor):
-        storage = _stored_between(tensor, 0, rows)
-        tensor = type(tensor)(tuple(matrix.shape), tensor.dtype, tensor.quantizer, storage)
-    options = {} if amax is None else {"amax": amax}
-    tensor.quantizer.write(matrix.contiguous(), tensor._shared.tensors, **options)
-    build_gemm_scales([tensor])
+    shape = (stored if rows is None else rows, cols)
+    return tensor._alias(shape, -tensor._start, -tensor._start_col)

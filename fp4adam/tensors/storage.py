@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Storage:
     """The inner tensors of a quantized tensor; None for those that its format does not have.
 
@@ -32,9 +31,14 @@ class Storage:
     swizzled copies of the scales, derived from those that everything else reads. A storage is
     immutable, so its identity, or a weak reference to it, identifies the tensors.
 
-    ``counter`` is an empty tensor that shares one version with all inner tensors, so that a step
-    reads one version instead of up to six. It is None if each inner tensor has its own version,
-    as after an exchange.
+    Attributes:
+        counter: An empty tensor that shares one version with all inner tensors, so that a step
+            reads one version instead of up to six; None if each inner tensor has its own version,
+            as after an exchange.
+        usage: The direction whose codes are decoded: rowwise, if it is stored.
+        codes: The codes of that direction.
+        present: The inner tensors that are not None.
+        versioned: The tensors whose versions cover writes to all inner tensors.
     """
 
     rowwise_data: Tensor | None = None
@@ -46,7 +50,15 @@ class Storage:
     rowwise_gemm_scale_inv: Tensor | None = None
     columnwise_gemm_scale_inv: Tensor | None = None
     amax_history: Tensor | None = None
-    counter: Tensor | None = None
+
+    def __init__(self, counter: Tensor | None = None, **inner: Tensor | None) -> None:
+        for name, tensor in inner.items():
+            setattr(self, name, tensor)
+        self.counter = counter
+        self.usage = "columnwise" if self.rowwise_data is None else "rowwise"
+        self.codes = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
+        self.present = tuple(self.existing().values())
+        self.versioned = self.present if counter is None else (counter,)
 
     @classmethod
     def of(cls, inner: Mapping[str, Tensor]) -> Storage:
@@ -59,7 +71,7 @@ class Storage:
             counted = {name: counter.detach() for name in inner}
         for name, tensor in inner.items():
             counted[name].data = tensor  # replaces everything but the version
-        return cls(**counted, counter=counter)
+        return cls(counter, **counted)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Storage:
         """A new storage with ``function`` applied to each inner tensor."""
@@ -67,7 +79,7 @@ class Storage:
 
     def exchange(self, **inner: Tensor | None) -> Storage:
         """A new storage with some inner tensors replaced."""
-        return dataclasses.replace(self, counter=None, **inner)
+        return Storage(**{**self.existing(), **inner})
 
     def existing(self) -> dict[str, Tensor]:
         """The inner tensors that are not None, by name."""
@@ -82,28 +94,8 @@ class Storage:
             found[column] = inner.data_ptr()
         return found
 
-    @property
-    def usage(self) -> str:
-        """The direction whose codes are decoded: rowwise, if it is stored."""
-        return "columnwise" if self.rowwise_data is None else "rowwise"
 
-    @property
-    def codes(self) -> Tensor:
-        """The codes of that direction."""
-        return self.columnwise_data if self.rowwise_data is None else self.rowwise_data
-
-    @functools.cached_property
-    def present(self) -> tuple[Tensor, ...]:
-        """The inner tensors that are not None."""
-        return tuple(self.existing().values())
-
-    @functools.cached_property
-    def versioned(self) -> tuple[Tensor, ...]:
-        """The tensors whose versions cover writes to all inner tensors."""
-        return self.present if self.counter is None else (self.counter,)
-
-
-STORAGE_NAMES = tuple(field.name for field in dataclasses.fields(Storage))[:-1]
+STORAGE_NAMES = tuple(Storage.__annotations__)
 
 
 def _aliases_share_versions() -> Any:
@@ -146,14 +138,6 @@ class GlobalSpec:
         return self.chunk * (self.rows // self.shape[0]) if self.shape[0] else 0
 
     @functools.cached_property
-    def is_divided(self) -> bool:
-        """Whether there are several shards.
-
-        Also true for a first dimension of 0 or 1, where all shards but at most one are empty.
-        """
-        return self.chunk < self.shape[0] or self.shape[0] <= 1
-
-    @functools.cached_property
     def is_cut(self) -> bool:
         """Whether shard boundaries cut blocks, so that ranks have to agree on their scales."""
         return self.chunk_rows < self.rows and self.chunk_rows % self.quantizer.layout.block != 0
@@ -161,9 +145,8 @@ class GlobalSpec:
     @functools.cached_property
     def shares_scales(self) -> bool:
         """Whether quantizing a shard needs the amaxes of other shards."""
-        shares_amax = self.quantizer.layout.tensor_scale is not None
-        is_row_part = self.chunk_rows < self.rows
-        return shares_amax and (self.is_parallel or is_row_part) or is_row_part and self.is_cut
+        is_divided = self.is_parallel or self.chunk_rows < self.rows
+        return self.is_cut or is_divided and self.quantizer.layout.tensor_scale is not None
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,7 +157,8 @@ class SharedStorage:
         tensors: The inner tensors; replaced as a whole when one of them is exchanged.
         global_spec: The tensor that this is a shard of, or None.
         parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
-        rows: Number of rows of the stored matrix that hold values; None for all of them.
+        rows: Number of rows of the stored matrix that hold values; None for all of them. Without a
+            ``global_spec``, it is a copy of a slice then.
         first_row: Index of the first such row; None for a shard that has not been written yet.
         pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
             on rows of other ranks, or of the tensor that they were copied from.
@@ -212,21 +196,21 @@ class SharedStorage:
     # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
     # that need them.
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict.fromkeys(("init_val", "left", "stepped_by", "parallel"))
-        kept |= {"is_gathered": False, "is_copy": False}
+        kept = {"pending": self.pending, "parallel": None, "is_copy": False}
         inner = self.tensors.existing()
         if len({x.untyped_storage()._cdata for x in inner.values()}) < len(inner):
             # torch.save writes each untyped storage once, with a single dtype.
             inner = {name: x.clone() for name, x in inner.items()}
-        return {**vars(self), **kept, "tensors": inner}
+        return {**vars(self.on(self.tensors, **kept)), "tensors": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether an optimizer keeps a master of the weight."""
-        return bool(self.stepped_by)
+    def on(self, tensors: Storage, **changes: Any) -> SharedStorage:
+        """The same state on other inner tensors, without values that stand for the next step."""
+        own = dict.fromkeys(("init_val", "pending", "left", "stepped_by"))
+        own |= {"is_gathered": False, **changes}
+        return dataclasses.replace(self, tensors=tensors, **own)
 
     @property
     def next_init_val(self) -> Tensor | None:
@@ -236,16 +220,8 @@ class SharedStorage:
     @property
     def rows_share_scales(self) -> bool:
         """Whether quantization needs rows that this storage does not hold."""
-        return self.is_part if self.global_spec is None else self.global_spec.shares_scales
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is a copy of a slice, and not a shard."""
-        return self.global_spec is None and self.rows is not None
-
-    def mark_written(self) -> None:
-        """Raise the version of every inner tensor, which kernels do not do."""
-        torch.autograd.graph.increment_version(self.tensors.versioned)
+        spec = self.global_spec
+        return spec.shares_scales if spec is not None else self.rows is not None
 
 
 torch.serialization.add_safe_globals([SharedStorage, GlobalSpec])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,28 +30,18 @@ def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
     Raises:
         ValueError: If a tensor with columnwise usage lacks square blocks or rowwise codes.
     """
-    groups = _codes(tensors)
-    for (device, bits), pairs in groups.items():
-        transpose_codes([codes for _, codes in pairs], bits, device)
-    written = [
-        x for pairs in groups.values() for tensor, codes in pairs for x in (tensor, codes[1])
-    ]
-    torch.autograd.graph.increment_version(written)
-
-
-def _codes(
-    tensors: Sequence[QuantizedTensor],
-) -> dict[tuple[torch.device, int], list[tuple[QuantizedTensor, tuple[Tensor, Tensor]]]]:
-    """By device and code width, the tensors with columnwise codes; each with all of its codes."""
-    groups: dict[tuple[torch.device, int], list] = {}
+    groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    written: list[Tensor] = []
     for i, tensor in enumerate(tensors):
         check_square(i, tensor)
-        if tensor.quantizer.columnwise and tensor._columnwise_data is not None:
-            codes = (tensor._rowwise_data, tensor._columnwise_data)
-            groups.setdefault((tensor.device, tensor.quantizer.layout.code_bits), []).append(
-                (tensor, codes)
-            )
-    return groups
+        codes, columnwise = tensor.inner.rowwise_data, tensor.inner.columnwise_data
+        if columnwise is not None:
+            kind = tensor.device, tensor.quantizer.layout.code_type.bits
+            groups[kind].append((codes, columnwise))
+            written += tensor, columnwise
+    for (device, bits), pairs in groups.items():
+        transpose_codes(pairs, bits, device)
+    torch.autograd.graph.increment_version(written)
 
 
 def transposed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -64,7 +55,6 @@ def transposed_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _transposed(codes: Tensor, bits: int) -> Tensor:
-    """The same in plain operators, which ``torch.compile`` can fuse."""
     if bits == 8:
         return codes.t().clone(memory_format=torch.contiguous_format)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).t()
@@ -96,7 +86,7 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
     """
     if not backend.uses_kernels(device):
         for source, target in pairs:
-            _transpose(source, target, bits)
+            target.copy_(_transposed(source, bits))
     elif pairs:
         from fp4adam.kernels.launch.launch import launch_all
 
@@ -109,28 +99,16 @@ def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.devic
     rows: list[list[int]] = []
     whole: list[Region] = []
     edge: list[Region] = []
+    side = transpose.TILE[bits]
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
         codes = source.data_ptr(), target.data_ptr()
         fields = dict(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
         rows.append(table_row(**fields))
-        side = transpose.TILE[bits]
         aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
         bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
         whole.append((i, 0, bottom, 0, right))
         edge += [(i, 0, bottom, right, n), (i, bottom, m, 0, n)]
-    tiles = [
-        tile_lists.tile_list(listed, (side, side), device)
-        for listed, side in ((whole, transpose.TILE[bits]), (edge, transpose.EDGE))
-    ]
+    sides = (whole, side), (edge, transpose.EDGE)
+    tiles = [tile_lists.tile_list(listed, (side, side), device) for listed, side in sides]
     return transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
-
-
-def _transpose(source: Tensor, target: Tensor, bits: int) -> None:
-    if bits == 8:
-        target.copy_(source.t())
-        return
-    # Two nibbles of two rows form the bytes of two columns.
-    even, odd = source[0::2], source[1::2]
-    target[0::2] = ((even & 0x0F) | odd << 4).t()
-    target[1::2] = (even >> 4 | (odd & 0xF0)).t()

@@ -1,10 +1,10 @@
 """Kernel launches: repeatable ones with cached arguments, and launches on the tensors' device."""
 
-import contextlib
+import contextvars
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -88,12 +88,17 @@ class Launch:
         self._arguments = (*fixed, *self._constexprs.values())
 
 
-@contextlib.contextmanager
-def compiled_together() -> Iterator[None]:
-    """Compiles all that is compiled inside on several threads, and waits for the last one."""
+def compile_together(compiles: Iterable[Callable[[], Any]]) -> None:
+    """Call functions that compile kernels; these are compiled on several threads."""
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+            for compile_kernels in compiles:
+                compile_kernels()
+
     start = time.perf_counter()
-    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        yield
+    # Triton's mode stays on where a kernel cannot be compiled, so it is that of a context alone.
+    contextvars.copy_context().run(compile_all)
     seconds = time.perf_counter() - start
     if seconds > 1:
         _logger.info("compiled the kernels of this step in %.1f s; Triton keeps them", seconds)

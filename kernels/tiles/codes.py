@@ -150,23 +150,6 @@ def e4m3_code(x):
 
 
 @triton.jit
-def e4m3_word(x0, x1, x2, x3):
-    """Codes of four float32 tiles packed in words, those of ``x0`` in the lowest bits.
-
-    For words that are not split into bytes again.
-    """
-    if capability() >= 90:
-        words = tl.inline_asm_elementwise(
-            _FOUR_CODES, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    else:
-        low = e4m3_code(x0).to(tl.uint32) | (e4m3_code(x1).to(tl.uint32) << 8)
-        high = e4m3_code(x2).to(tl.uint32) | (e4m3_code(x3).to(tl.uint32) << 8)
-        words = low | (high << 16)
-    return words
-
-
-@triton.jit
 def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr = True):
     """Codes of neighbouring columns packed in words, as by :func:`pack_words`.
 
@@ -176,7 +159,9 @@ def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr = True):
         even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        words = e4m3_word(x0, x1, x2, x3)
+        words = tl.inline_asm_elementwise(
+            _FOUR_CODES, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+        )
     else:
         words = pack_words(e4m3_code(x), 8, R, C)
     return words

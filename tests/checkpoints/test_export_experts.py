@@ -76,7 +76,7 @@ def test_round_trip(recipe, layout, tmp_path):
     other.set_experts_implementation = pytest.fail  # only stacks that were transposed need another
     imported = import_checkpoint(other, tmp_path)
     assert_identical(tensors(imported), tensors(model))
-    assert imported.experts.down_proj._shared.name == "experts.down_proj"
+    assert imported.experts.down_proj.parameter_name == "experts.down_proj"
     stored = load_file(tmp_path / "model.safetensors")
     assert_identical(dict(export_tensors(model, layout)), stored)
     export_checkpoint(imported, tmp_path / "again", layout)

@@ -12,13 +12,12 @@ from fp4adam import (
     MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     QuantizedTensor,
     Quantizer,
-    build_columnwise,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors import backend
-from fp4adam.tensors.transpose import transpose_codes
+from fp4adam.tensors.transpose import build_columnwise, transpose_codes
 from golden_vectors import golden_cases, read_arrays, read_index, sha16
 from test_quantizer_properties import examples, matrices
 

@@ -15,11 +15,10 @@ from fp4adam import (
     FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    NVFP4Tensor,
-    cast_master_weights_to_nvfp4,
-    post_all_gather_processing,
-    quantize_master_weights,
 )
+from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.fp4_utils import cast_master_weights_to_nvfp4
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from ranks import run_ranks
@@ -247,8 +246,6 @@ def test_stacks_are_moved_with_their_slices():
     )
     with pytest.raises(ValueError, match="must be contiguous uint8 of 512 bytes"):
         fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
-    with pytest.raises(ValueError, match=r"three dimensions, got a NVFP4Tensor of shape \(16, 32"):
-        fp4_utils.modify_grouped_nvfp4_rowwise_storage(weight, buffer)
 
 
 def config(**changes):
@@ -304,8 +301,6 @@ def test_transformer_engines_nvfp4_tensors_are_known_by_name():
     fp4_utils.modify_nvfp4_rowwise_storage(weight, buffer)
     assert weight._rowwise_data.data_ptr() == buffer.data_ptr()
     assert torch.equal(fp4_utils.dequantize_fp4_tensor(weight), expected)
-    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
-        fp4_utils.dequantize_fp4_tensor(others[0])
 
 
 @pytest.fixture
@@ -322,7 +317,7 @@ def test_slices_are_written_to_other_memory(name, alone):
     weights = [te_tensor(quantizer, value) for _ in range(2)]
     before = te_bytes(weights[0])
     master, start = torch.randn(32 * 16), 64 * 4
-    per_byte = 8 // quantizer.layout.code_bits
+    per_byte = 8 // quantizer.layout.code_type.bits
     outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
     target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
     if name.startswith("float8") and name != "float8block":
@@ -345,7 +340,7 @@ def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
     weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
     before = te_bytes(weight)
     with pytest.raises(
-        NotImplementedError, match="drop_columnwise must be defined by NVFP4Adapter"
+        NotImplementedError, match="drop_columnwise must be defined by TransformerEngineAd"
     ):
         quantize_master_weights([weight], [master], [0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())

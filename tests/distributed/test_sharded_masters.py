@@ -104,7 +104,7 @@ def train_with_muon(rank: int, folder: str) -> None:
     by_name = {name: p for name, p in model.named_parameters() if p.ndim == 2}
     for found, param in zip(gathered_bytes(model)[::2], by_name.values(), strict=True):
         master = full(muon.state[param]["master_param"])
-        codes = local(param)._shared.global_spec.quantizer.quantize(master)
+        codes = local(param).global_spec.quantizer.quantize(master)
         torch.testing.assert_close(
             found["value"], codes.dequantize(torch.bfloat16).to(found["value"]), rtol=0, atol=0
         )

@@ -16,9 +16,8 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
     fp4_utils,
-    post_all_gather_processing,
-    quantize_master_weights,
 )
+from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.tensors import backend
 from helpers import random
 from ranks import run_ranks
@@ -297,7 +296,6 @@ def test_packed_shapes_and_moved_storage():
 @pytest.mark.parametrize(
     ("quantizer", "new", "error", "match"),
     [
-        (MXFP8Quantizer(), torch.zeros(512, dtype=torch.uint8), ValueError, "an NVFP4Tensor"),
         (NVFP4Quantizer(), torch.zeros(511, dtype=torch.uint8), ValueError, "uint8 of 512 bytes"),
         (NVFP4Quantizer(), torch.zeros(512), ValueError, "uint8 of 512 bytes"),
         (NVFP4Quantizer(), torch.zeros(1024, dtype=torch.uint8)[::2], ValueError, "contiguous"),
@@ -312,11 +310,6 @@ def test_packed_shapes_and_moved_storage():
 def test_storage_that_does_not_fit_is_refused(quantizer, new, error, match):
     with pytest.raises(error, match=match):
         fp4_utils.modify_nvfp4_rowwise_storage(quantizer.make_empty((32, 32)), new)
-
-
-def test_dequantize_fp4_tensor_takes_nvfp4_only():
-    with pytest.raises(ValueError, match="must be an NVFP4Tensor, got a MXFP8Tensor"):
-        fp4_utils.dequantize_fp4_tensor(MXFP8Quantizer().make_empty((32, 32)))
 
 
 def test_alignment_depends_on_the_kernels():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from fp4adam import Float8Quantizer, FP4Adam, PartialCast, dequantize_model, quantize_model
+from fp4adam import Float8Quantizer, FP4Adam, dequantize_model, quantize_model
+from fp4adam.distributed.cast import PartialCast
 from helpers import random, through_a_file
 
 FP32_MAX = torch.finfo(torch.float32).max

@@ -11,16 +11,17 @@ from fp4adam import (
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
-    build_columnwise,
-    post_all_gather_processing,
+    Recipe,
 )
+from fp4adam.distributed.cast import PartialCast
+from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
+from fp4adam.fp8_utils import post_all_gather_processing
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
-from fp4adam.nn.fake_quantize import check_fake_quantizes
-from fp4adam.tensors import backend, minifloat
+from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.transpose import build_columnwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def matrix() -> torch.Tensor:
 
 def test_a_format_without_cuts_is_cut_nowhere():
     layout = NVFP4Quantizer(two_dimensional=False).layout
-    assert layout.rows_per_entry == layout.cols_per_entry == {}
+    assert layout.rows_per_entry == {}
 
 
 @every_pair
@@ -137,7 +138,7 @@ class Plain(MXQuantizer):
     name = "plain"
 
     def full_layout(self):
-        return layout("e4m3", 1, is_square=False)
+        return layout(minifloat.E4M3, is_square=False)
 
     def encode(self, amaxes, tensor_amax, dtype):
         scales = minifloat.e8m0_code_up(amaxes * (1 / 448))
@@ -155,7 +156,7 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
         for _ in range(2):
             param.grad = torch.ones_like(gathered)
             optimizer.step()
-        quantizer.decoder(param._shared.tensors, gathered)()
+        quantizer.decoder(param.inner, gathered)()
         assert torch.equal(gathered, param.dequantize(torch.float32))
         return [gathered, *param.storage_tensors().values()]
 
@@ -163,9 +164,9 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
     monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
     for tensor, other in zip(trained("cpu"), expected, strict=True):
         assert torch.equal(tensor, other)
-    with pytest.raises(ValueError, match='activations="fake" must have weights in one of'):
-        check_fake_quantizes(quantizer)
-    if quantizer.layout.casts_in_parts:
+    with pytest.raises(ValueError, match="must be False unless weights are of"):
+        Recipe(quantizer, activations="fake")
+    if quantizer.layout.rows_per_entry:
         weight = quantizer.make_empty((64, 96))
         cast = PartialCast([weight], [0], [64 * 96], [torch.float32])
         cast.measure([matrix().view(-1)])

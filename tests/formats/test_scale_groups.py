@@ -202,7 +202,7 @@ def test_the_optimizer_can_form_groups(device):
         assert_same_bytes(model, expected)
     alone = make_model(device)
     FP4Adam(alone.parameters(), scale_groups=())
-    assert all(param._shared.scale_group is None for param in alone.parameters())
+    assert all(param.scale_group is None for param in alone.parameters())
 
 
 def test_groups_of_parameters_that_are_added_later(device):
@@ -283,8 +283,8 @@ def test_copies_and_checkpoints_go_on_with_the_same_bits(plain, device):
         other_optimizer.step()
         assert_fused(other, masters(other, other_optimizer))
         assert_same_bytes(other, model)
-    original, duplicate = (m.q_proj.weight._shared.scale_group for m in (model, copies[0][0]))
-    assert original is not duplicate and duplicate is copies[0][0].k_proj.weight._shared.scale_group
+    original, duplicate = (m.q_proj.weight.scale_group for m in (model, copies[0][0]))
+    assert original is not duplicate and duplicate is copies[0][0].k_proj.weight.scale_group
 
 
 def test_masters_of_some_members_are_loaded(device):
@@ -337,7 +337,7 @@ def test_a_rule_changes_nothing_for_formats_without_an_amax(recipe):
     grouped = make_model(recipe=recipe, rows=rows)
     assert_same_bytes(grouped, make_model(recipe=recipe, scale_groups=(), rows=rows))
     FP4Adam(grouped.named_parameters(), scale_groups=hf_scale_groups)
-    assert all(param._shared.scale_group is None for param in grouped.parameters())
+    assert all(param.scale_group is None for param in grouped.parameters())
 
 
 def test_quantized_init_forms_groups():

@@ -70,10 +70,10 @@ def test_schedule_free_weights_of_evaluation() -> None:
         set_grads([param], seed)
         optimizer.step()
     before = param.detach().dequantize(torch.float32)
-    optimizer.inner.eval()
-    optimizer.write_back()
+    with optimizer.masters():
+        optimizer.inner.eval()
     assert not torch.equal(param.detach().dequantize(torch.float32), before)
     assert_bytes_are_of_masters(optimizer)
-    optimizer.inner.train()
-    optimizer.write_back()
+    with optimizer.masters():
+        optimizer.inner.train()
     torch.testing.assert_close(param.detach().dequantize(torch.float32), before, rtol=0, atol=0.05)

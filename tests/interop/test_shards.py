@@ -20,7 +20,7 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.distributed.dtensor import like
-from fp4adam.tensors import minifloat
+from fp4adam.formats import minifloat
 from helpers import random
 from ranks import all_ranks, run_ranks, use_kernels
 from te_stand_ins import assert_same, stand_in, te_tensor
@@ -59,7 +59,7 @@ def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
     amax = value.float().abs().amax().view(1)
     if len(matrix):
         known = dict(amax=amax) if quantizer.layout.tensor_scale == "current" else {}
-        quantizer.write(matrix.contiguous(), own._shared.tensors, **known)
+        quantizer.write(matrix.contiguous(), own.inner, **known)
     elif quantizer.layout.tensor_scale == "current":
         own._amax.copy_(amax)
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
@@ -337,7 +337,7 @@ def step_in_two_dimensions(rank: int) -> None:
     whole = random((64, 32), 0, scale=0.1).bfloat16()
     rows = slice(32 * (rank % 2), 32 * (rank % 2) + 32)
     own = Float8Quantizer().make_empty((32, 32), dtype=whole.dtype)
-    Float8Quantizer().write(whole[rows], own._shared.tensors, amax=whole.abs().amax().float()[None])
+    Float8Quantizer().write(whole[rows], own.inner, amax=whole.abs().amax().float()[None])
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
     shard = Parameter(DTensor(stand_in(own), spec, requires_grad=False))

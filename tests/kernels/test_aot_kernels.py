@@ -65,7 +65,6 @@ STATE_CODECS = {
 PLAIN, EIGHT_BIT, *OTHERS = STATE_CODECS
 # The formats whose step is compiled with every storage of states.
 OF_ALL_STATES = ("nvfp4", "mxfp8", "float8 block")
-FP32_MAX = 3.4028234663852886e38
 
 
 def dtype(name):
@@ -253,8 +252,8 @@ def preview_jobs():
 
 
 def shard_jobs():
-    """The kernels of a partial cast, of transposes and of copies, with masks and without."""
-    from fp4adam.kernels import cast, strided_copy, transpose
+    """The kernels of a partial cast and of transposes, with masks and without."""
+    from fp4adam.kernels import cast, transpose
 
     jobs = {}
     listed = {"table": "*i64", "tiles": "*i32"}
@@ -285,18 +284,12 @@ def shard_jobs():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
             options = {"BITS": bits, "WHOLE": name == "transpose", "SIDE": size}
             jobs[f"{name} {bits}"] = job("transpose._transpose_kernel", listed, options)
-    for name in ("uint8", "float32"):
-        jobs[f"strided copy {name}"] = job(
-            "strided_copy._strided_copy_kernel",
-            {"table": "*i64", "chunks": "*i32"},
-            {"DTYPE": dtype(name), "CHUNK": strided_copy.CHUNK},
-        )
     return jobs
 
 
 def matrix_jobs():
     """The kernels that quantize and decode a matrix."""
-    from fp4adam.kernels import cast, dequantize, operands
+    from fp4adam.kernels import cast, dequantize
 
     jobs = {}
     sizes = {"rows": "i32", "cols": "i32"}
@@ -356,22 +349,6 @@ def matrix_jobs():
                     "PARTED": way == "parted", "PLAIN": way != "strided", "N": dequantize.GROUPS,
                 },
             )  # fmt: skip
-    fp32_scales = {**STORAGE, "rowwise_scale": "*fp32", "columnwise_scale": "*fp32"}
-    for x, columnwise, padded in (
-        ("bf16", True, True), ("bf16", True, False), ("bf16", False, True), ("fp32", True, True),
-    ):  # fmt: skip
-        jobs[f"quantize vectors {x} columnwise={columnwise} padded={padded}"] = job(
-            "operands._quantize_vectors_kernel",
-            {"x_ptr": f"*{x}", **fp32_scales, "x_rows": "i32", **sizes, "epsilon": "fp32"},
-            {
-                "LARGEST": FP32_MAX,
-                "POW_2": True,
-                "ROWWISE": True,
-                "COLUMNWISE": columnwise,
-                "PADDED": padded,
-            },
-            num_warps=operands.WARPS[columnwise],
-        )
     return jobs
 
 

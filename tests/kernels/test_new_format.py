@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam import FP4Adam, QuantizedTensor
+from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
 from fp4adam.kernels import dequantize, format, store
 from fp4adam.kernels.tiles.codes import pack_words
-from fp4adam.tensors import backend, minifloat
-from fp4adam.tensors.layout import Layout, ScaleRule
+from fp4adam.tensors import backend
+from fp4adam.tensors.layout import CodeType, Layout, ScaleRule
 
 LARGEST = 7.5
 known_words, known_values = format.code_words, format.code_values
@@ -60,7 +61,9 @@ def encode_e2m3(x: Tensor) -> Tensor:
 VALUES = torch.cat([torch.arange(16) / 8, torch.arange(8, 16) / 4, torch.arange(8, 16) / 2])
 MIDDLES = ((VALUES[1:] + VALUES[:-1]) / 2).double()
 SIGNED = torch.cat([VALUES, -VALUES]).float()
-E2M3 = minifloat.CodeType(8, 31, 8, encode_e2m3, lambda codes: codes, lambda c: SIGNED[c.long()])
+E2M3 = CodeType(
+    "e2m3", 8, 31, 8, True, encode_e2m3, lambda codes: codes, lambda c: SIGNED[c.long()]
+)
 
 
 class E2M3Tensor(QuantizedTensor):
@@ -77,7 +80,7 @@ class E2M3Quantizer(MXQuantizer[E2M3Tensor]):
     kernels = True
 
     def full_layout(self) -> Layout:
-        return layout("e2m3", 1, is_square=False, scale_rule=ScaleRule(rounding=0xFFFFF))
+        return layout(E2M3, is_square=False, scale_rule=ScaleRule(rounding=0xFFFFF))
 
     def encode(self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype) -> tuple:
         rounded = amaxes.contiguous().view(torch.int32) + self.layout.scale_rule.rounding
@@ -87,7 +90,6 @@ class E2M3Quantizer(MXQuantizer[E2M3Tensor]):
 
 @pytest.fixture(autouse=True)
 def e2m3(monkeypatch):
-    monkeypatch.setitem(minifloat.CODE_TYPES, "e2m3", E2M3)
     monkeypatch.setitem(format.CODE_BITS, "e2m3", 8)
     monkeypatch.setattr(format, "code_words", code_words)
     for module in (store, dequantize):

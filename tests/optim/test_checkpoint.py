@@ -1,23 +1,33 @@
-"""Checkpoints: training resumes bit for bit, and what does not fit is refused untouched."""
+"""Checkpoints beside those of the step table: torch's, without masters, with other counts.
+
+Loading is all or nothing, and takes little memory.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
-from fp4adam import FP4Adam, Quantizer, quantize_model
+from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer, Quantizer, quantize_model
+from fp4adam.tensors import rows
 from helpers import (
+    QUANTIZERS,
     RECIPES,
     all_params,
     assert_identical,
     make_mlp,
     make_params,
     mlp_loss,
+    randn,
     random,
     snapshot,
     take_steps,
@@ -26,45 +36,16 @@ from helpers import (
 )
 
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
-half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-
-
-def reseeded(quantizer: Quantizer | None, device: str, dtype: torch.dtype) -> nn.Module:
-    """A model built from scratch, with other weights than those of ``make_mlp``."""
-    model = make_mlp(None, device, dtype)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    return model if quantizer is None else quantize_model(model, quantizer)
-
-
-# Resuming
-
-
-# What is in a checkpoint
-
-
-def test_checkpoint_of_a_fresh_optimizer_loads(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    twins = copy.deepcopy(params)
-    resumed, expected = FP4Adam(params), FP4Adam(twins)
-    resumed.load_state_dict(through_a_file(FP4Adam(copy.deepcopy(params)).state_dict()))
-    for each in (resumed, expected):
-        take_steps(each, range(2))
-    assert_identical(snapshot(resumed), snapshot(expected))
 
 
 # To and from torch.optim
 
 
 @every_recipe
-@half_dtypes
 @pytest.mark.parametrize("torch_class", [AdamW, Adam])
-def test_quantized_training_continues_from_adamw(
-    quantizer: Quantizer, dtype: torch.dtype, torch_class: type, device: str
-) -> None:
+def test_quantized_training_continues_from_adamw(quantizer: Quantizer, torch_class: type) -> None:
     """Moments as saved, masters from the parameters, modes of the new optimizer."""
-    values = [random((64, 96), 1, device).to(dtype), random((7,), 2, device).to(dtype)]
+    values = [random((64, 96), 1).bfloat16(), random((7,), 2).bfloat16()]
     theirs = torch_class([Parameter(value.clone()) for value in values], foreach=True)
     take_steps(theirs, range(2))
     saved = through_a_file(theirs.state_dict())
@@ -73,13 +54,11 @@ def test_quantized_training_continues_from_adamw(
     params[0]._high_precision_init_val = weights[0]
     ours = FP4Adam(params, lr=0.0)
     ours.load_state_dict(saved)
-    for name in ("adam_w_mode", "decoupled_weight_decay"):
-        assert ours.param_groups[0][name] is True
+    assert ours.param_groups[0]["decoupled_weight_decay"] is (torch_class is AdamW)
     ours.param_groups[0]["lr"] = 0.0
     for i, param in enumerate(params):
-        state = ours.state[param]
-        assert_identical(state["exp_avg"], saved["state"][i]["exp_avg"].float())
-        assert "master_param" not in state
+        assert_identical(ours.state[param]["exp_avg"], saved["state"][i]["exp_avg"].float())
+        assert "master_param" not in ours.state[param]
     take_steps(ours, [2])
     for param, weight in zip(params, weights, strict=True):
         assert ours.state[param]["step"] == 3
@@ -87,14 +66,36 @@ def test_quantized_training_continues_from_adamw(
     assert params[0]._high_precision_init_val is None
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, **options: FP4Adam(params, decoupled_weight_decay=False, **options),
+        lambda params, **options: FP4Adam([{"params": params, "adam_w_mode": False}], **options),
+        lambda params, **options: FP4Adam(
+            [{"params": params, "decoupled_weight_decay": False}], **options
+        ),
+    ],
+)
+def test_decay_that_is_added_to_gradients_goes_on_in_adam(make: Callable) -> None:
+    ours, theirs = (kind([Parameter(randn(6))], lr=0.1, weight_decay=0.5) for kind in (make, Adam))
+    take_steps(ours, [0])
+    with torch.no_grad():
+        all_params(theirs)[0].copy_(all_params(ours)[0])
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    for optimizer in (ours, theirs):
+        take_steps(optimizer, [1])
+    torch.testing.assert_close(*(all_params(each)[0] for each in (ours, theirs)))
+
+
 @every_recipe
-def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer, device: str) -> None:
+def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer) -> None:
     """FP32 training first, then the same weights in few bits: masters start unrounded."""
-    model = make_mlp(None, device)
+    model = make_mlp(None, "cpu")
     before = FP4Adam(model.parameters(), lr=1e-2)
     train(before, (mlp_loss(model, seed) for seed in range(3)))
     saved = through_a_file({"model": model.state_dict(), "optimizer": before.state_dict()})
-    fresh = reseeded(quantizer, device, torch.float32)
+    fresh = make_mlp(None, "cpu")
+    quantize_model(fresh, quantizer)
     resumed = FP4Adam(fresh.parameters())
     resumed.load_state_dict(saved["optimizer"])
     fresh.load_state_dict(saved["model"])
@@ -103,9 +104,6 @@ def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer, dev
     for i in (0, 2):
         master = resumed.state[fresh[i].weight]["master_param"]
         assert_identical(master, saved["model"][f"{i}.weight"])
-
-
-# What does not fit
 
 
 def test_refused_flags_of_a_checkpoint_are_dropped(device: str) -> None:
@@ -124,3 +122,201 @@ def test_refused_flags_of_a_checkpoint_are_dropped(device: str) -> None:
         take_steps(each, [1])
     assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
     assert {state["step"].device.type for state in resumed.state.values()} == {"cpu"}
+
+
+# Step counts of parameters, and of groups as Transformer Engine and Megatron save them
+
+
+def stepped(steps: tuple[int, ...] = (3, 3)) -> tuple[FP4Adam, list[Parameter]]:
+    """An optimizer with an empty group, and parameters that took these numbers of steps."""
+    params = [Parameter(randn(4, seed=i)) for i in range(len(steps))]
+    optimizer = FP4Adam([{"params": params}, {"params": [], "lr": 0.5}])
+    for step in range(max(steps)):
+        for param, own in zip(params, steps, strict=True):
+            param.grad = randn(4, seed=step) if step < own else None
+        optimizer.step()
+    return optimizer, params
+
+
+def test_counts_differ_between_parameters() -> None:
+    optimizer, params = stepped((3, 1))
+    saved = optimizer.state_dict()
+    assert all(type(state["step"]) is Tensor for state in saved["state"].values())
+    # As torch.optim's: no count of groups.
+    assert not any("step" in group for group in saved["param_groups"] + optimizer.param_groups)
+    optimizer.load_state_dict(saved)
+    assert [optimizer.state[param]["step"] for param in params] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("of_group", "lost", "counts"),
+    [(5, (0, 1), [5, 5]), (None, (0, 1), [0, 0]), (9, (1,), [3, 9]), (9, (), [3, 3])],
+)
+def test_states_without_a_count_have_that_of_their_group(
+    of_group: int | None, lost: tuple[int, ...], counts: list[int]
+) -> None:
+    optimizer, params = stepped()
+    saved = optimizer.state_dict()
+    for i in lost:
+        del saved["state"][i]["step"]
+    for group in saved["param_groups"] if of_group else ():
+        group["step"] = of_group
+    optimizer.load_state_dict(saved)
+    assert [optimizer.state[param]["step"] for param in params] == counts
+    assert not any("step" in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("kind", [FP4Adam, FusedAdam])
+def test_a_new_parameter_comes_back_from_adamw_with_its_own_count(kind: type[FusedAdam]) -> None:
+    optimizer, params = stepped((2,))
+    new = Parameter(randn(4, seed=7))
+    optimizer.add_param_group({"params": [new]})
+    adamw = AdamW([{"params": params}, {"params": []}, {"params": [new]}])
+    adamw.load_state_dict(optimizer.state_dict())
+    take_steps(adamw, [3])
+    resumed = kind([{"params": params}, {"params": []}, {"params": [new]}])
+    resumed.load_state_dict(adamw.state_dict())
+    assert [resumed.state[param]["step"] for param in (*params, new)] == [3, 1]
+    take_steps(resumed, [4])
+    assert [resumed.state[param]["step"] for param in (*params, new)] == [4, 2]
+
+
+# All or nothing
+
+
+def damaged(name: str, value: Any) -> Callable[[dict], None]:
+    def damage(saved: dict) -> None:
+        if value is None:
+            del saved["state"][1][name]
+            saved["param_groups"][0].pop(name, None)
+        else:
+            saved["state"][1][name] = value
+
+    return damage
+
+
+def with_option(name: str, value: Any) -> Callable[[dict], None]:
+    return lambda saved: saved["param_groups"][0].update({name: value})
+
+
+BAD: dict[str, tuple[Callable[[dict], None], str]] = {
+    "step on meta": (damaged("step", torch.zeros((), device="meta")), "step of parameter 1 must"),
+    "no step": (damaged("step", None), "parameter 1 must hold step"),
+    "one beta": (with_option("betas", (0.9,)), "betas must be two numbers, got"),
+    "three betas": (with_option("betas", (0.9, 0.9, 0.9)), "betas must be two numbers, got"),
+    "two rates": (with_option("lr", torch.ones(2)), "must be 1-element"),
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("damage", "words"), BAD.values(), ids=BAD)
+def test_what_cannot_be_stepped_is_not_loaded(damage: Callable, words: str) -> None:
+    optimizer = FP4Adam(make_params(RECIPES["mxfp8"], "cpu"))
+    take_steps(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    take_steps(optimizer, [2])
+    before = snapshot(optimizer)
+    damage(saved)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
+    assert_identical(snapshot(optimizer), before)
+
+
+def test_a_refusal_of_the_inner_optimizer_changes_nothing() -> None:
+    optimizer = MasterWeightOptimizer(make_params(RECIPES["nvfp4"], "cpu"), AdamW, lr=1e-3)
+    take_steps(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        del state["step"]
+    saved["param_groups"][0]["lr"] = 5.0
+    take_steps(optimizer, [2])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(KeyError, match="step"):
+        optimizer.load_state_dict(saved)
+    assert_identical(optimizer.state_dict(), before)
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most memory that a call has allocated at a time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
+def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
+    """To compare masters with their weights; not of all weights at a time."""
+    numel, more = 128 * 256, []
+    for count in (2, 12):
+        values = [random((128, 256), seed=i) for i in range(count)]
+        optimizer = FP4Adam([Parameter(QUANTIZERS["nvfp4"].quantize(v)) for v in values])
+        take_steps(optimizer, range(2))
+        saved = optimizer.state_dict()
+        peak = peak_bytes(functools.partial(optimizer.load_state_dict, saved))
+        more.append(peak - 12 * numel * count)
+    assert more[0] < 22 * numel  # a weight, decoded, with its gaps, and what that takes on a CPU
+    assert more[1] - more[0] < numel, more  # a byte per element of one weight
+
+
+def another_model(saved: dict, params: list[Parameter]) -> None:
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            param.copy_(random(tuple(param.shape), seed=50 + i))
+
+
+def frozen(saved: dict, params: list[Parameter]) -> None:
+    del saved["state"][0]
+
+
+# What happens before loading, and the warnings of loading and of the next two steps.
+RESTARTS: dict[str, tuple[Callable, list[str]]] = {
+    "none": (lambda saved, params: None, ["", "", ""]),
+    "another model": (
+        another_model,
+        ["2 of its masters do not belong", "masters of 2 weights restart", ""],
+    ),
+    "a frozen layer": (frozen, ["it has no masters for 1 quantized weights", "", ""]),
+}
+
+
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+@pytest.mark.parametrize(("change", "words"), RESTARTS.values(), ids=RESTARTS)
+def test_masters_that_restart_are_counted_once(
+    change: Callable, words: list[str], states: str
+) -> None:
+    quantized = [QUANTIZERS["nvfp4"].quantize(random((32, 32), seed=i)) for i in range(2)]
+    params = [Parameter(value) for value in quantized]
+    optimizer = FP4Adam(params, lr=1e-3, states=states)
+    take_steps(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved, params)
+    resumed = FP4Adam(params, lr=1e-3, states=states)
+    calls = [lambda: resumed.load_state_dict(saved)]
+    calls += [functools.partial(take_steps, resumed, [seed]) for seed in (2, 3)]
+    for call, text in zip(calls, words, strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert [text in str(each.message) for each in caught] == [True] * bool(text), caught
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "float8"])
+def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
+    """It has the master's codes under its own scales, as codes saturate; the scales are others."""
+    param = Parameter(QUANTIZERS[recipe].quantize(random((128, 256), seed=0)))
+    optimizer = FP4Adam([param])
+    take_steps(optimizer, range(2))
+    saved = optimizer.state_dict()
+    master = saved["state"][0]["master_param"].clone()
+    limit = master.abs().amax().item() / 4
+    param.data.quantize_(master.clamp(-limit, limit))
+    assert rows.is_of(param.detach(), master)
+    optimizer.load_state_dict(saved)
+    restarted = optimizer.state_dict()["state"][0]["master_param"]
+    assert torch.equal(restarted, master.clamp(-limit, limit))

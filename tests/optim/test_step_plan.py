@@ -1,14 +1,15 @@
-"""What a step takes over from the one before, and that it notices whatever has changed."""
+"""What a step takes over from the one before, how little it launches, and who may watch it."""
 
 import copy
 
 import pytest
 import torch
+from triton.runtime import _async_compile
 
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
-from helpers import RECIPES, assert_same_training, randn
-from waits import refusing_waits
+from fp4adam.optim import launch_group
+from helpers import RECIPES, assert_identical, assert_same_training, make_weight, randn
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
@@ -82,123 +83,6 @@ def test_gradients_are_not_kept_alive(trained):
     assert all(ref.expired() for ref in weak)
 
 
-# What may change between two steps
-
-
-def swap_data(optimizer):
-    for param in optimizer.param_groups[0]["params"]:
-        param.data = param.data.clone() * 1.0
-
-
-def swap_storage(optimizer):
-    param = optimizer.param_groups[0]["params"][0]
-    param._rowwise_data = param._rowwise_data.clone()
-
-
-def replace_state(optimizer):
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"] * 2.0
-
-
-def swap_data_of_state(optimizer):
-    for state in optimizer.state.values():
-        state["exp_avg_sq"].data = state["exp_avg_sq"].data * 4.0
-
-
-def replace_step(optimizer):
-    for state in optimizer.state.values():
-        state["step"] = torch.tensor(100.0)
-
-
-def write_step(optimizer):
-    for state in optimizer.state.values():
-        state["step"].fill_(50.0)
-
-
-def write_param(optimizer):
-    for param in optimizer.param_groups[0]["params"]:
-        with torch.no_grad():
-            param.copy_(torch.ones_like(param))
-
-
-def replace_states(optimizer):
-    for param in list(optimizer.state):
-        optimizer.state[param] = dict(optimizer.state[param], step=torch.tensor(7.0))
-
-
-def forget_state(optimizer):
-    optimizer.state.clear()
-
-
-def load_state(optimizer):
-    state = copy.deepcopy(optimizer.state_dict())
-    for each in state["state"].values():
-        each["exp_avg"].mul_(3.0)
-    optimizer.load_state_dict(state)
-
-
-def add_group(optimizer):
-    param = optimizer.param_groups[0]["params"][0]
-    new = torch.nn.Parameter(randn(16, 16, seed=7, device=param.device))
-    optimizer.add_param_group({"params": [new], "lr": 1e-3, "weight_decay": 0.0})
-
-
-def remove_param(optimizer):
-    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(1))
-
-
-def reorder_params(optimizer):
-    optimizer.param_groups[0]["params"].reverse()
-
-
-def freeze(optimizer):
-    optimizer.param_groups[0]["lr"] = 0.0
-
-
-def turn_on_amsgrad(optimizer):
-    optimizer.param_groups[0]["amsgrad"] = True
-
-
-def turn_off_decoupling(optimizer):
-    optimizer.param_groups[0]["adam_w_mode"] = False
-
-
-def change_betas(optimizer):
-    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
-
-
-CHANGES = [
-    swap_data, swap_storage, replace_state, swap_data_of_state, replace_step, write_step,
-    write_param, replace_states, forget_state, load_state, add_group, remove_param,
-    reorder_params, freeze, turn_on_amsgrad, turn_off_decoupling, change_betas,
-]  # fmt: skip
-# NVFP4 also carries something over on the device.
-NVFP4_CHANGES = [swap_data, replace_state, write_param, load_state, freeze, change_betas]
-
-
-@pytest.mark.parametrize(
-    ("change", "quantizer"),
-    [(change, RECIPES["mxfp8"]) for change in CHANGES]
-    + [(change, RECIPES["nvfp4"]) for change in NVFP4_CHANGES[:3]]
-    + [
-        pytest.param(change, RECIPES["nvfp4"], marks=pytest.mark.exhaustive)
-        for change in NVFP4_CHANGES[3:]
-    ],
-)
-def test_a_change_between_steps_is_noticed(change, quantizer, device):
-    optimizers = []
-    for fused in (True, False):
-        optimizer = FP4Adam(make_params(device, quantizer), lr=1e-2, weight_decay=0.1, fused=fused)
-        for seed in range(4):
-            if seed == 2:
-                change(optimizer)
-            for group in optimizer.param_groups:
-                set_grads(group["params"], seed)
-            optimizer.step()
-        optimizers.append(optimizer)
-    assert_same_training(*optimizers)
-
-
 def test_unaligned_codes_take_the_slower_path(trained):
     param = trained.param_groups[0]["params"][0]
     codes = param._rowwise_data
@@ -207,6 +91,40 @@ def test_unaligned_codes_take_the_slower_path(trained):
     trained.step()
     assert [member.owner is param for member in trained._whole.plan._by_operators] == [True]
     assert_goes_on_as_operators(trained)
+
+
+# What fails
+
+
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+def test_a_first_step_whose_kernels_cannot_be_compiled_is_repeated(states, device, monkeypatch):
+    params = [make_weight(RECIPES["mxfp8"], device, keeps_value=True), *make_params(device)]
+    both = [FP4Adam(some, lr=1e-2, states=states) for some in (params, copy.deepcopy(params))]
+    before = copy.deepcopy([param.detach() for param in params])
+
+    def fails(*_):
+        raise RuntimeError("out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_group, "step_launch", fails)
+        set_grads(params, 0)
+        with pytest.raises(RuntimeError, match="out of registers"):
+            both[0].step()
+    assert_identical([param.detach() for param in params], before)
+    for seed in range(2):
+        for optimizer in both:
+            set_grads(optimizer.param_groups[0]["params"], seed)
+            optimizer.step()
+    assert_same_training(*both)
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_no_mode_of_triton_behind():
+    def compiles():
+        _async_compile.active_mode.get().submit("key", lambda: 1 / 0, print)
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.compile_together([compiles])
 
 
 # Launches
@@ -260,148 +178,14 @@ def test_operators_that_are_asked_for_launch_nothing(trained, monkeypatch):
     assert count_launches(monkeypatch, trained) == []
 
 
-# Clipping and overflows without waiting
-
-
-def another_backward_pass(params):
-    for param in params:
-        param.grad.add_(1)
-
-
-def new_gradients(params):
-    for param in params:
-        param.grad = param.grad.clone()
-
-
-def zero_grad_of_the_model(params):
-    for param in params:
-        param.grad = None
-    set_grads(params, 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "count"),
-    [
-        (lambda params: params[1].grad.mul_(0.5), 1),
-        (another_backward_pass, 4),
-        (new_gradients, 4),
-        (zero_grad_of_the_model, 4),
-    ],
-)
-def test_clipping_belongs_to_the_gradients_it_was_made_from(change, count, device):
-    optimizer = FP4Adam(make_params(device), lr=1e-2)
-    params = optimizer.param_groups[0]["params"]
-    set_grads(params, 4)
-    optimizer.clip_grad_norm_(1e-3)
-    change(params)
-    before = [param.detach().clone() for param in params]
-    for _ in range(2):
-        message = f"must not change between .* got {count} of 4 that have"
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-    assert not optimizer.state
-    for param, value in zip(params, before, strict=True):
-        assert torch.equal(param.detach(), value)
-    optimizer.clip_grad_norm_(1e-3)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
-def test_steps_that_the_device_skips_are_not_counted(quantizer, device):
-    """The state says so when it is asked; the training goes on as if they had not been."""
-    optimizers = [FP4Adam(make_params(device, quantizer), lr=1e-2) for _ in range(2)]
-    found_inf, plans = torch.zeros(1, device=device), set()
-    for seed, overflow in enumerate([True, False, True, True, False, False]):
-        for optimizer in optimizers:
-            set_grads(optimizer.param_groups[0]["params"], seed)
-        optimizers[0].found_inf = found_inf.fill_(float(overflow))
-        optimizers[0].step()
-        plans.add(optimizers[0]._whole.plan)
-        found_inf.fill_(float(not overflow))  # the buffer is used again
-        if not overflow:
-            optimizers[1].step()
+def test_steps_that_the_device_skips_are_not_counted(trained, device):
+    plans = set()
+    for overflow in (1.0, 0.0, 1.0):
+        trained.found_inf = torch.full((1,), overflow, device=device)
+        trained.step()
+        plans.add(trained._whole.plan)
     assert len(plans) == 1
-    state = optimizers[0].state
-    assert [each["step"].item() for each in state.values()] == [3.0] * 4
-    optimizers[0].found_inf = found_inf.fill_(1.0)
-    optimizers[0].step()
-    del optimizers[0].found_inf
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["fused"] = False  # which makes a new plan
-        optimizer.step()
-    assert_same_training(*optimizers)
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
-def test_a_step_waits_for_nothing_and_allocates_nothing(quantizer, device):
-    params = [
-        torch.nn.Parameter(quantizer.quantize(randn(512, 1024, seed=i, device=device).bfloat16()))
-        for i in range(8)
-    ]
-    params += [torch.nn.Parameter(randn(1024, seed=9, device=device).bfloat16())]
-    optimizer = FP4Adam(params)
-    found_inf = torch.zeros(1, device=device)
-
-    def one_step(seed):
-        optimizer.grad_scale, optimizer.found_inf = found_inf + 1, found_inf
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-
-    for seed in range(2):
-        set_grads(params, seed)
-        one_step(seed)
-    set_grads(params, 2)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with refusing_waits():
-        one_step(2)
-    assert torch.cuda.max_memory_allocated() - before <= 2**16
-
-
-@NEEDS_GPU
-def test_kernels_of_a_step_are_few(device):
-    params = make_params(device, NVFP4Quantizer())
-    optimizer = FP4Adam(params)
-    for seed in range(2):
-        set_grads(params, seed)
-        optimizer.step()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        optimizer.step()
-        torch.cuda.synchronize()
-    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    names = [event.name for event in on_gpu if not event.is_user_annotation]
-    # The table of what has changed, and one number of a master, which says whether it is NaN.
-    assert sum("Memcpy HtoD" in name for name in names) == 1
-    assert sum("Memcpy" in name for name in names) == 2
-    assert len(names) <= 2 + 5, names
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
-def test_the_first_step_compiles_all_that_others_need(quantizer, device):
-    import triton
-
-    value = randn(96, 64, seed=0, device=device).bfloat16()
-    params = [torch.nn.Parameter(quantizer.quantize(value + i)) for i in range(3)]
-    optimizer = FP4Adam(params)
-    compiled = []
-
-    def note(*args, fn, **kwargs):
-        compiled.append(fn.name)
-
-    set_grads(params, 0)
-    optimizer.step()
-    triton.knobs.runtime.jit_post_compile_hook = note
-    try:
-        for seed in range(1, 4):
-            set_grads(params, seed)
-            optimizer.step()
-    finally:
-        triton.knobs.runtime.jit_post_compile_hook = None
-    assert compiled == []
+    assert [each["step"].item() for each in trained.state.values()] == [3.0] * 4
 
 
 @NEEDS_GPU
@@ -421,9 +205,6 @@ def test_hooks_of_triton_see_every_launch(device, monkeypatch):
     finally:
         hooks.calls.clear()
     assert seen and seen == launched
-
-
-# Hooks and profilers, which a step looks for itself
 
 
 def test_profilers_see_the_step(trained):

@@ -15,10 +15,11 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn import Parameter
+from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from fp4adam import (
@@ -42,8 +44,10 @@ from fp4adam import (
     QuantizedTensor,
     use_plain_state_dict,
 )
+from fp4adam.optim.te_layout import stored_state
 from fp4adam.tensors import backend
 from helpers import WithGradient, addresses, assert_identical, random, through_a_file
+from late_link import LateLink, offload_to
 from step_reference import Cell, Oracle, quantize
 
 QUANTIZERS = {  # by the names in format_reference
@@ -87,6 +91,7 @@ class Case:
         format: A row of ``QUANTIZERS``.
         states: A row of ``STATES``.
         grad_dtype: That of decoupled gradients; None for plain ones in the parameter's dtype.
+        sharing: How many weights share a scale: both or none.
     """
 
     format: str
@@ -94,6 +99,7 @@ class Case:
     grad_dtype: torch.dtype | None = None
     options: Any = dataclasses.field(default_factory=lambda: ADAMW)
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (64, 32))
+    sharing: int = 0
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -115,14 +121,15 @@ CASES = {
     "nvfp4": Case("nvfp4_2d"),
     "nvfp4 8bit": Case("nvfp4_2d", "8bit", None, THROUGH_DTYPE),
     "nvfp4 16bit": Case("nvfp4_2d", "16bit", FP32, L2, ((16, 80), (48, 16))),
-    "nvfp4 1d": Case("nvfp4_1d", "fp16 moments", FP16, ASCENDING),
+    "nvfp4 1d": Case("nvfp4_1d", "fp16 moments", FP16, ASCENDING, sharing=2),
     "nvfp4 1d 8bit": Case("nvfp4_1d", "8bit", FP32, UNCORRECTED),
     "mxfp8": Case("mxfp8", "fp8, fp32", None, AMSGRAD),
     "mxfp8 none": Case("mxfp8", "fp8 without masters", FP16),
     "mxfp8 2d 8bit": Case("mxfp8_2d", "8bit", FP16, L2),
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
-    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE),
+    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, sharing=2),
+    "nvfp4 shared": Case("nvfp4_2d", "32bit", None, ADAMW, ((32, 64), (16, 64)), 2),
     "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED),
     "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED),
     "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
@@ -133,10 +140,14 @@ CASES = {
 
 
 class Run:
-    """A model with two quantized weights, a BF16 and an FP32 parameter, and its optimizer."""
+    """A model with two quantized weights, a BF16 and an FP32 parameter, and its optimizer.
 
-    def __init__(self, case: Case, device: str) -> None:
-        self.case, self.device = case, device
+    Args:
+        path: One of ``PATHS``.
+    """
+
+    def __init__(self, case: Case, device: str, path: str) -> None:
+        self.case, self.device, self.path = case, device, path
         self.model = nn.Module()
         for i, shape in enumerate(case.shapes):
             start = random(shape, i, device, scale=0.1).bfloat16()
@@ -146,7 +157,12 @@ class Run:
             self.model.register_parameter(f"weight{i}", weight)
         self.model.narrow = Parameter(random((41,), 7, device).bfloat16())
         self.model.wide = Parameter(random((5, 7), 8, device))
-        self.optimizer = FP4Adam(self.params, **case.arguments)
+        self.optimizer = self.optimizer_of(self.params)
+
+    def optimizer_of(self, params: list[Parameter]) -> FP4Adam:
+        options = self.case.arguments | dict(offload_states=self.path == "offload")
+        groups = [self.params[:2]] if self.case.sharing else None
+        return FP4Adam(params, scale_groups=groups, **options)
 
     @property
     def params(self) -> list[Parameter]:
@@ -165,11 +181,31 @@ class Run:
     def set_grads(self, grads: list[Tensor | None]) -> None:
         name = "grad" if self.case.grad_dtype is None else "decoupled_grad"
         for param, grad in zip(self.params, grads, strict=True):
-            setattr(param, name, None if grad is None else grad.to(param.device))
+            setattr(param, name, None if grad is None else grad.to(param.device, copy=True))
+
+    def grad(self, i: int) -> Tensor:
+        return getattr(self.params[i], "grad" if self.case.grad_dtype is None else "decoupled_grad")
 
     def step(self, grads: list[Tensor | None]) -> None:
-        self.set_grads(grads)
+        if self.path == "release":
+            self.release(grads)
+        else:
+            self.set_grads(grads)
         self.optimizer.step()
+
+    def release(self, grads: list[Tensor | None]) -> None:
+        """The optimizer, or a copy of one, steps parameters in their backward passes."""
+        if not self.optimizer._is_releasing:
+            self.optimizer.enable_gradient_release()
+        self.optimizer.zero_grad()
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None:
+                WithGradient.apply(param, grad.to(self.device)).backward()
+        self.left = [param for param in self.params if param.grad is not None]
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """As they are stored, once there have been steps."""
+        return [stored_state(self.optimizer.state.get(param, {})) for param in self.params]
 
     @torch.no_grad()
     def overwrite(self, values: list[Tensor | None]) -> None:
@@ -215,7 +251,8 @@ def make_oracle(case: Case) -> Oracle:
     narrow, wide = random((41,), 7).bfloat16(), random((5, 7), 8)
     cells.append(Cell(None, narrow.dtype, {"": narrow}, plain))
     cells.append(Cell(None, wide.dtype, {"": wide}, "none"))
-    return Oracle(cells, **case.options, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    stored = dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    return Oracle(cells, case.sharing, **case.options, **stored)
 
 
 def both(run: Run, oracle: Oracle, *seeds: int, absent: tuple[int, ...] = ()) -> None:
@@ -261,8 +298,8 @@ def lr_zero(run: Run, oracle: Oracle, seed: int) -> None:
 
 @move
 def other_hyper_parameters(run: Run, oracle: Oracle, seed: int) -> None:
-    lr = (torch.tensor(1e-2), 0.5, 1e-6)[seed % 3]
-    own = dict(lr=lr, weight_decay=0.1 * seed, betas=(0.8, 0.9), eps=1e-5)
+    lr = (torch.tensor(1e-2), 0.5, np.float32(2**-9), -1e-2, 1e-6)[seed % 5]
+    own = dict(lr=lr, weight_decay=0.1 * seed, betas=(0.8, 0.9), eps=1e-5, maximize=seed % 3 == 1)
     oracle.options |= own
     run.optimizer.param_groups[0].update(own)
     both(run, oracle, seed)
@@ -296,6 +333,11 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     """As by ``torch.nn.utils.clip_grad_norm_``, for one step; the gradients stay as they are."""
     grads = run.grads(seed)
     run.set_grads(grads)
+    run.optimizer.clip_grad_norm_(1e-3)
+    run.grad(1).mul_(2)
+    with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
+        run.optimizer.step()
+    run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).to(norm.dtype))
     run.optimizer.step()
@@ -305,14 +347,14 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def found_inf(run: Run, oracle: Oracle, seed: int) -> None:
     """GradScaler divides gradients by its scale, and skips steps that overflow."""
-    scale = torch.tensor(4.0)
+    scale = torch.full((1,) * (seed % 3), 3.0, dtype=torch.float64 if seed % 2 else torch.float32)
     for overflow in (False, True, False):
         run.optimizer.grad_scale = scale.to(run.device)
         run.optimizer.found_inf = torch.tensor(float(overflow), device=run.device)
         grads = run.grads(seed)
         run.step(grads)
         if not overflow:
-            oracle.step(grads, grad_scale=scale)
+            oracle.step(grads, grad_scale=scale.float())
     del run.optimizer.grad_scale, run.optimizer.found_inf
 
 
@@ -321,25 +363,25 @@ def refused_gradient(run: Run, oracle: Oracle, seed: int) -> None:
     """Nothing has changed, and the next step is as if there had been none."""
     run.set_grads(run.grads(seed))
     name = "grad" if run.case.grad_dtype is None else "decoupled_grad"
-    setattr(run.params[3], name, getattr(run.params[3], name).to_sparse())
+    setattr(run.params[3], name, run.grad(3).to_sparse())
     with pytest.raises(RuntimeError, match="sparse"):
         run.optimizer.step()
 
 
 @move
-def release(run: Run, oracle: Oracle, seed: int) -> None:
-    """Each parameter is stepped in the backward pass."""
-    if run.case.grad_dtype is not None:
-        pytest.skip("gradients are released as backward passes make them")
-    handle = run.optimizer.enable_gradient_release()
-    grads = run.grads(seed)
-    run.optimizer.zero_grad()
-    for param, grad in zip(run.params, grads, strict=True):
-        WithGradient.apply(param, grad.to(run.device)).backward()
-        assert param.grad is None
-    run.optimizer.step()
-    handle.remove()
-    oracle.step(grads)
+def refused_states(run: Run, oracle: Oracle, seed: int) -> None:
+    """Kernels would read and write past their end: nothing is stepped, of no parameter."""
+    run.set_grads(run.grads(seed))
+    state = run.states()[seed % 4]
+    before = run.contents()
+    for name in [name for name in state if name not in ("step", "weight_digest")]:
+        kept = state[name]
+        for wrong in (kept.new_zeros(2, 2), kept.to("meta"), kept.view(-1)[: kept.numel() // 2]):
+            state[name] = wrong
+            with pytest.raises((RuntimeError, ValueError), match="must have the shape|must be"):
+                run.optimizer.step()
+        state[name] = kept
+    assert_identical(run.contents(), before)
 
 
 @move
@@ -347,17 +389,18 @@ def release_that_fails(run: Run, oracle: Oracle, seed: int) -> None:
     """What the backward pass has reached is stepped; the rest is as it was."""
     if run.case.grad_dtype is not None:
         pytest.skip("gradients are released as backward passes make them")
-    handle = run.optimizer.enable_gradient_release()
-    grads, failing = run.grads(seed), seed % 4
-    run.optimizer.zero_grad()
-    for param, grad in zip(run.params[:failing], grads, strict=False):
-        WithGradient.apply(param, grad.to(run.device)).backward()
+    released, failing = run.path == "release", seed % 4
+    handle = None if released else run.optimizer.enable_gradient_release()
+    grads = run.grads(seed)
+    run.release([grad if i < failing else None for i, grad in enumerate(grads)])
     with pytest.raises(RuntimeError, match="out of memory"):
         WithGradient.apply(run.params[failing], None).backward()
     run.optimizer.zero_grad()
     run.optimizer.step()
-    handle.remove()
-    oracle.step([grad if i < failing else None for i, grad in enumerate(grads)])
+    if handle is not None:
+        handle.remove()
+    stepped = 0 if failing < run.case.sharing else failing
+    oracle.step([grad if i < stepped else None for i, grad in enumerate(grads)])
 
 
 @move
@@ -412,15 +455,17 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 def write_by(run: Run, oracle: Oracle, seed: int, how: str) -> None:
-    delayed = run.case.format == "float8_delayed"
-    if delayed and how in ("copy_ of the same format", "data =", "swap_tensors"):
+    others = ("data =", "swap_tensors")
+    if run.case.format == "float8_delayed" and how in (*others, "copy_ of the same format"):
         pytest.skip("a tensor that is made anew has another history of scales")
+    if run.case.sharing and how in others:
+        pytest.skip("a tensor that is made anew shares no scale")
     values = [value.bfloat16().float() for value in values_of(run, oracle)]
     with torch.no_grad():
         for param, value in zip(run.params, values, strict=True):
             WRITES[how](param, value)
     # What was quantized elsewhere has no other value.
-    oracle.overwrite(values, how not in ("copy_ of the same format", "data =", "swap_tensors"))
+    oracle.overwrite(values, how not in (*others, "copy_ of the same format"))
 
 
 MOVES |= {how: functools.partial(write_by, how=how) for how in WRITES}
@@ -477,7 +522,13 @@ def averaged(run: Run, oracle: Oracle, seed: int) -> None:
     """An average in high precision leaves the training alone."""
     average = AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.5))
     average.update_parameters(run.model)
+    first = oracle.cells[0].decoded()
+    both(run, oracle, seed)
+    average.update_parameters(run.model)
     assert not any(isinstance(param, QuantizedTensor) for param in average.parameters())
+    expected = (first + oracle.cells[0].decoded()) / 2
+    found = average.module.weight0.detach().float().cpu()  # in BF16
+    torch.testing.assert_close(found, expected, rtol=0, atol=expected.abs().max().item() / 128)
 
 
 @move
@@ -497,6 +548,28 @@ def states_changed_by_hand(run: Run, oracle: Oracle, seed: int) -> None:
             state["master_param"].view(-1)[5] = 40.0
             cell.value.view(-1)[5] = 40.0
     both(run, oracle, seed)
+
+
+@move
+def states_elsewhere(run: Run, oracle: Oracle, seed: int) -> None:
+    """In other memory, in another layout, in other dictionaries: bytes alone count."""
+    for param, state in zip(run.params, run.states(), strict=True):
+        for name, value in state.items():
+            if seed % 2:
+                value.data = value.clone()
+            else:
+                is_plain = value.dim() == 2 and run.case.states == "32bit"
+                state[name] = value.t().contiguous().t() if is_plain else value.clone()
+        if seed % 3:
+            run.optimizer.state[param] = dict(state)
+
+
+@move
+def states_forgotten(run: Run, oracle: Oracle, seed: int) -> None:
+    """Training starts anew, from the weights."""
+    run.optimizer.state.clear()
+    for cell in oracle.cells:
+        cell.forget()
 
 
 @move
@@ -533,10 +606,57 @@ def replaced(run: Run, oracle: Oracle, seed: int) -> None:
     del run.optimizer.state[old]
     gone = weakref.ref(old)
     del old
-    cell.step, cell.moments, cell.stored, cell.value = 0, {}, {}, None
+    cell.forget()
     both(run, oracle, seed)
     gc.collect()
     assert gone() is None
+
+
+@move
+def amsgrad_turned_on(run: Run, oracle: Oracle, seed: int) -> None:
+    if oracle.options["exp_avg_sq_dtype"] != "float32":
+        pytest.skip("its second moments are in float32")
+    oracle.options["amsgrad"] = run.optimizer.param_groups[0]["amsgrad"] = True
+
+
+@move
+def cast_and_back(run: Run, oracle: Oracle, seed: int) -> None:
+    """Weights keep codes and masters; a BF16 parameter is its own master while it is FP32."""
+    if "quantize_from" in run.case.options:
+        pytest.skip("weights are rounded through another dtype")
+    *weights, narrow, wide = oracle.cells
+    kind, narrow.master, narrow.dtype = narrow.master, "none", torch.float32
+    narrow.content, narrow.value = {"": narrow.decoded()}, narrow.decoded()
+    narrow.stored = {n: t for n, t in narrow.stored.items() if n.startswith(("exp", "max"))}
+    for cell in weights:
+        cell.dtype = torch.float32
+    run.model.float()
+    moved(run, oracle)
+    both(run, oracle, seed)
+    for cell in (*weights, narrow):
+        cell.dtype = torch.bfloat16
+    narrow.master, narrow.value = kind, None
+    for cell in (narrow, wide):
+        cell.content = {"": cell.content[""].bfloat16().to(cell.dtype)}
+    wide.value = wide.decoded()
+    run.model.bfloat16()
+    run.model.wide.data = run.model.wide.float()
+    moved(run, oracle)
+
+
+@move
+def under_another_default_device(run: Run, oracle: Oracle, seed: int) -> None:
+    """What helps a step is made where it is needed."""
+    grads = run.grads(seed)
+    run.set_grads(grads)
+    torch.set_default_device("meta")
+    try:
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.optimizer.clip_grad_norm_(1e9)
+        run.optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    oracle.step(grads)
 
 
 @move
@@ -573,7 +693,7 @@ def resumed(run: Run, oracle: Oracle, seed: int, compact: bool, model_first: boo
     """In a new process, with other weights: model and optimizer are loaded in either order."""
     save = run.optimizer.compact_state_dict if compact else run.optimizer.state_dict
     model, state = through_a_file((run.model.state_dict(), save()))
-    fresh = Run(run.case, run.device)
+    fresh = Run(run.case, run.device, run.path)
     fresh.overwrite(values_of(fresh, oracle))
     loads = [
         lambda: fresh.model.load_state_dict(model),
@@ -598,10 +718,39 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
         pytest.skip("what narrow masters are to other bytes is for tests of their own")
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
     model, state = through_a_file((plain, run.optimizer.state_dict()))
-    fresh = Run(run.case, run.device)
+    fresh = Run(run.case, run.device, run.path)
     fresh.model.load_state_dict(model)
     fresh.optimizer.load_state_dict(state)
     run.model, run.optimizer = fresh.model, fresh.optimizer
+
+
+@move
+def through_adamw(run: Run, oracle: Oracle, seed: int) -> None:
+    """torch's optimizer loads the state, and saves whole masters with it."""
+    if "adam_w_mode" in run.case.options:
+        pytest.skip("counts steps in groups, as Transformer Engine does")
+    adamw = AdamW([Parameter(torch.zeros(param.shape)) for param in run.params])
+    adamw.load_state_dict(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(adamw.state_dict())
+
+
+@move
+def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
+    """As if the numbers had been saved."""
+    others = ("32bit", "16bit", "8bit") if not oracle.options["amsgrad"] else ("fp8, fp32", "32bit")
+    if "adam_w_mode" in run.case.options or run.case.states == "fp8 without masters":
+        pytest.skip("Transformer Engine's layout has remainders alone")
+    others = ("32bit",) if run.case.states == "16bit" else others  # remainders have no ties
+    states = others[seed % len(others)]
+    saved = (run.optimizer.state_dict, run.optimizer.compact_state_dict)[seed % 2]()
+    run.case = dataclasses.replace(run.case, states=states)
+    resumed = run.optimizer_of(run.params)
+    resumed.load_state_dict(copy.deepcopy(saved))
+    run.optimizer = resumed
+    exp_avg, exp_avg_sq, master, plain = STATES[states]
+    oracle.options |= dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    for cell, kind in zip(oracle.cells, (master, master, plain, "none"), strict=True):
+        cell.store_otherwise(kind, oracle.options)
 
 
 @move
@@ -643,12 +792,37 @@ def flattened_by_dcp(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @scenario
+def overflow_at_the_first_step(run: Run, oracle: Oracle) -> None:
+    """Masters still start from the values before quantization."""
+    run.optimizer.found_inf = torch.ones((), device=run.device)
+    run.step(run.grads(0, scale=torch.inf))
+    del run.optimizer.found_inf
+    both(run, oracle, 1, 2)
+
+
+@scenario
+def parameters_of_other_shapes_join(run: Run, oracle: Oracle) -> None:
+    """An empty one, a scalar, and one in FP16 beside them."""
+    values = [torch.zeros(0, 3).bfloat16(), torch.tensor(1.5), random((3, 5), 9).half()]
+    master = STATES[run.case.states][3].replace("remainder", "float32")
+    for i, value in enumerate(values):
+        run.model.register_parameter(f"odd{i}", Parameter(value.to(run.device, copy=True)))
+        kind = "none" if value.dtype == torch.float32 else master
+        kind = STATES[run.case.states][3] if value.dtype == torch.bfloat16 else kind
+        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind))
+    run.optimizer.add_param_group({"params": run.params[4:]})
+    run.optimizer.add_param_group({"params": []})
+    both(run, oracle, 0, 1)
+
+
+@scenario
 def steps(run: Run, oracle: Oracle) -> None:
     """In place, and a value before quantization is freed by the first one."""
     both(run, oracle, 0)
     before = addresses(run.optimizer)
     both(run, oracle, 1, 2)
     assert addresses(run.optimizer) == before
+    assert run.path != "release" or not run.left
     assert run.params[0]._high_precision_init_val is None
 
 
@@ -695,7 +869,7 @@ def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
 def group_added(run: Run, oracle: Oracle) -> None:
     """Its parameters count their own steps."""
     late = run.params[2]
-    run.optimizer = FP4Adam([p for p in run.params if p is not late], **run.case.arguments)
+    run.optimizer = run.optimizer_of([p for p in run.params if p is not late])
     both(run, oracle, 0, absent=(2,))
     own = dict(lr=2e-3, weight_decay=0.0)
     run.optimizer.add_param_group({"params": [late], **own})
@@ -715,65 +889,87 @@ def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], o
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 
 
+# Kernels and operators; states on the host, copied as late as may be; steps in backward passes.
+PATHS = ("operators", "kernels", "offload", "release")
+# A norm is known, and an overflow found, after the backward pass.
+NOT_RELEASED = (
+    "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+)  # fmt: skip
+
+
 def rows() -> list[Any]:
-    """Operators take each case through each scenario; quick kernels one or two cases."""
+    """All of the table; of slow kernels a case per scenario is quick, of the others some are."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
-            for path in ("operators", "kernels"):
-                quick = path == "operators" or (3 * i + j) % 12 == 0
-                marks = () if quick else pytest.mark.exhaustive
+            for path in PATHS:
+                if path == "release" and (CASES[case].grad_dtype or name in NOT_RELEASED):
+                    continue
+                turn = (5 * i + 7 * j) % len(CASES)
+                quick = turn < dict(operators=9, kernels=1, offload=2, release=3)[path]
+                marks = () if quick else [pytest.mark.exhaustive]
+                if path == "kernels" and turn > 3:
+                    marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
                     pytest.param(case, name, path, marks=marks, id=f"{name}-{case}-{path}")
                 )
     return found
 
 
+@contextlib.contextmanager
+def taking(path: str, device: str) -> Iterator[str]:
+    """The device of runs that take a path."""
+    kernels = path == "kernels"
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+        if path == "offload":
+            stack.enter_context(offload_to(LateLink(), 12 * 32 * 64))
+        yield device if kernels else "cpu"
+
+
 @pytest.mark.table
 @pytest.mark.parametrize(("case", "name", "path"), rows())
-def test_step(
-    case: str, name: str, path: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = path == "kernels"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
-    run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
-    SCENARIOS[name](run, oracle)
-    assert_identical(run.contents(), oracle.contents())
+def test_step(case: str, name: str, path: str, device: str) -> None:
+    with taking(path, device) as where:
+        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
+        SCENARIOS[name](run, oracle)
+        assert_identical(run.contents(), oracle.contents())
 
 
 def check_programs(path: str, device: str, programs: int, number: int = 0) -> None:
     """Any moves with a step after each, of any case; other programs for each number."""
-    kernels = path == "kernels"
     moves = st.lists(
         st.tuples(st.sampled_from([*MOVES]), st.integers(0, 7)), min_size=2, max_size=8
     )
+    cases = [c for c in CASES if path != "release" or CASES[c].grad_dtype is None]
 
     @hypothesis.seed(number)
     @settings(max_examples=programs, deadline=None, database=None)
-    @given(case=st.sampled_from([*CASES]), moves=moves)
+    @given(case=st.sampled_from(cases), moves=moves)
     def check(case: str, moves: list[tuple[str, int]]) -> None:
-        run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
+        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
         both(run, oracle, 0)
         for name, of_move in moves:
+            if path == "release" and name in NOT_RELEASED:
+                continue
             with contextlib.suppress(pytest.skip.Exception):  # it is not for this case
                 MOVES[name](run, oracle, of_move)
             both(run, oracle, of_move + 1)
         assert_identical(run.contents(), oracle.contents())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+    with taking(path, device) as where:
         check()
 
 
 # Some write values to copies of copies, as averages do.
 @pytest.mark.filterwarnings("ignore:values written to a copy of a model")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("path", "programs"),
-    [
-        ("operators", 60),
-        ("kernels", 4),
-        pytest.param("operators", 600, marks=pytest.mark.exhaustive),
-        pytest.param("kernels", 60, marks=pytest.mark.exhaustive),
+    [("operators", 10), ("kernels", 2), ("offload", 5), ("release", 5)]
+    + [
+        pytest.param(path, programs, marks=[pytest.mark.exhaustive, pytest.mark.nightly])
+        for path, programs in dict(operators=600, kernels=60, offload=100, release=100).items()
     ],
 )
 def test_programs(path: str, programs: int, device: str) -> None:

@@ -132,8 +132,8 @@ def _spread(blocks: NDArray, rows: int, columns: int, shape: tuple[int, ...]) ->
 
 
 @np.errstate(all="ignore")
-def _nvfp4_rowwise(x: Floats, tile_rows: int) -> tuple[Codes, Codes, Floats]:
-    amax = np.fmax.reduce(np.abs(x).ravel(), initial=0).astype(np.float32)
+def _nvfp4_rowwise(x: Floats, tile_rows: int, least: float) -> tuple[Codes, Codes, Floats]:
+    amax = np.fmax.reduce(np.abs(x).ravel(), initial=least).astype(np.float32)
     global_encode = min(np.float32(2688) / amax, FLOAT32_MAX)
     if amax == 0 or global_encode == 0:
         global_encode = np.float32(1)
@@ -160,11 +160,11 @@ def _nvfp4_fields(
     }
 
 
-def quantize_nvfp4(x: Floats, two_dimensional: bool = True) -> Fields:
-    """NVFP4 of x [M, K], M and K multiples of 16."""
-    tile_rows = 16 if two_dimensional else 1
-    data, scale, amax = _nvfp4_rowwise(x, tile_rows)
-    columnwise_data, columnwise_scale, _ = _nvfp4_rowwise(np.ascontiguousarray(x.T), tile_rows)
+def quantize_nvfp4(x: Floats, two_dimensional: bool = True, least: float = 0.0) -> Fields:
+    """NVFP4 of x [M, K], M and K multiples of 16; ``least`` is an amax that others share."""
+    options = (16 if two_dimensional else 1, least)
+    data, scale, amax = _nvfp4_rowwise(x, *options)
+    columnwise_data, columnwise_scale, _ = _nvfp4_rowwise(np.ascontiguousarray(x.T), *options)
     return _nvfp4_fields(data, scale, columnwise_data, columnwise_scale, amax)
 
 
@@ -319,7 +319,7 @@ def quantize(
     fp8block_{2d,1d}_{pow2,fp32}.
     """
     if format.startswith("nvfp4"):
-        return quantize_nvfp4(x, format.endswith("2d"))
+        return quantize_nvfp4(x, format.endswith("2d"), amax_epsilon)
     if format == "mxfp4":
         return quantize_mxfp4(x)
     if format.startswith("mxfp8"):

@@ -19,7 +19,7 @@ import format_reference as formats
 
 GROUP: dict[str, Any] = dict(
     lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False,
-    bias_correction=True, adam_w_mode=True,
+    bias_correction=True, adam_w_mode=True, decoupled_weight_decay=True,
 )  # fmt: skip
 
 
@@ -181,10 +181,15 @@ def high_half(value: Tensor) -> tuple[Tensor, Tensor]:
 # Weights
 
 
-def quantize(format: str, x: Tensor, before: dict[str, np.ndarray] | None = None) -> dict:
-    """The fields of a weight; ``before`` has the scale and the amaxes of delayed scaling."""
+def quantize(
+    format: str, x: Tensor, before: dict[str, np.ndarray] | None = None, amax: float = 0.0
+) -> dict:
+    """The fields of a weight; ``before`` has the scale and the amaxes of delayed scaling.
+
+    ``amax``: The largest one of the weights that share a scale.
+    """
     if format != "float8_delayed":
-        return formats.quantize(format, x.numpy())
+        return formats.quantize(format, x.numpy(), amax)
     amax, largest = np.abs(x.numpy()).max(), np.float32(448)
     if before is None:
         # A new weight has seen its own amax in the step before.
@@ -242,7 +247,7 @@ def round_to_e4m3(value: Tensor, random: np.ndarray) -> Tensor:
     return torch.from_numpy(Codec(mantissa=3)._round(flat, carried)).float().view(value.shape)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Cell:
     """What must be true of one parameter.
 
@@ -278,6 +283,10 @@ class Cell:
         self.start = None
         self._keep(None)
 
+    def forget(self) -> None:
+        """Be as before the first step."""
+        self.step, self.moments, self.stored, self.value = 0, {}, {}, None
+
     def overwrite(self, value: Tensor, is_plain: bool = True) -> None:
         """Other code writes a value, which is where a master restarts that there is.
 
@@ -310,46 +319,57 @@ class Cell:
             kept, self.value = codec.encode(self.value, random)
             self.stored |= {f"master_param{suffix}": tensor for suffix, tensor in kept.items()}
 
-    def _write(self, value: Tensor, through_dtype: bool) -> None:
+    def _write(self, value: Tensor, through_dtype: bool, amax: float = 0.0) -> None:
         if through_dtype:
             value = value.to(self.dtype).float()
         if self.format is not None:
-            self.content = quantize(self.format, value, self.content)
+            self.content = quantize(self.format, value, self.content, amax)
         elif self.master == "remainder":
             self.content = {"": high_half(value)[0]}
         else:
             self.content = {"": value.to(self.dtype)}
 
     def update(self, grad: Tensor, options: dict[str, Any], **factors: Tensor | None) -> None:
-        """Take one step."""
+        """Take one step, without what is written to the parameter and its master."""
         if self.value is None:
             self.restart()
         self.step += 1
         adamw_(self.value, self.moments, self.step, grad, options, **factors)
+        self.store_moments(options, dithers=True)
+
+    def store_moments(self, options: dict[str, Any], dithers: bool) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             codec = CODECS[name][options.get(f"{name}_dtype", "float32")]
-            random = dither(name, grad.shape, self.step)
-            kept, self.moments[name] = codec.encode(self.moments[name], random)
+            moment = self.moments[name]
+            random = dither(name, moment.shape, self.step) if dithers else None
+            kept, self.moments[name] = codec.encode(moment, random)
             self.stored |= {f"{name}{suffix}": tensor for suffix, tensor in kept.items()}
         if options["amsgrad"]:
             self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
-        if options["lr"]:
-            random = dither("master_param", grad.shape, self.step)
-            self._settle(random, options.get("quantize_from") == "param_dtype")
 
-    def _settle(self, random: np.ndarray, through_dtype: bool) -> None:
-        """Write the new value to the parameter and to its master."""
+    def round(self) -> None:
+        """Round the new value to what its master holds, or its codes without one."""
+        random = dither("master_param", self.value.shape, self.step)
         if self.master == "none" and self.format is not None:
             self.value = round_to_e4m3(self.value, random)
-        # Remainders complete what has been written; parameters are rounded from other masters.
-        writes_first = self.master in ("int8", "remainder")
-        if writes_first:
-            self._write(self.value, through_dtype and self.format is not None)
-        self._keep(random)
-        if not writes_first:
-            self._write(self.value, through_dtype and self.format is not None)
+        elif self.master not in ("int8", "remainder"):
+            self._keep(random)
+
+    def settle(self, through_dtype: bool, amax: float = 0.0) -> None:
+        """Write the new value to the parameter, and what completes it."""
+        self._write(self.value, through_dtype and self.format is not None, amax)
+        if self.master in ("int8", "remainder"):
+            self._keep(dither("master_param", self.value.shape, self.step))
+        elif self.master == "none":
+            self.value = self.decoded()
+
+    def store_otherwise(self, master: str, options: dict[str, Any]) -> None:
+        """Go on with states that are stored in other ways, from what they stand for."""
+        self.stored, self.master = {}, master
         if self.master == "none":
             self.value = self.decoded()
+        self.store_moments(options, dithers=False)
+        self._keep(None)
 
 
 class Oracle:
@@ -357,17 +377,35 @@ class Oracle:
 
     Args:
         cells: One for each parameter.
+        sharing: How many of them, from the first on, share a scale.
         options: Hyper-parameters of all groups, and how moments are stored.
     """
 
-    def __init__(self, cells: list[Cell], **options: Any) -> None:
-        self.cells, self.options = cells, {**GROUP, **options}
+    def __init__(self, cells: list[Cell], sharing: int = 0, **options: Any) -> None:
+        self.cells, self.sharing, self.options = cells, sharing, {**GROUP, **options}
         self.groups: dict[int, dict[str, Any]] = {}  # what single parameters have of their own
 
     def step(self, grads: list[Tensor | None], **factors: Tensor | None) -> None:
+        written = []
         for i, (cell, grad) in enumerate(zip(self.cells, grads, strict=True)):
             if grad is not None:
-                cell.update(grad, {**self.options, **self.groups.get(i, {})}, **factors)
+                options = {**self.options, **self.groups.get(i, {})}
+                cell.update(grad, options, **factors)
+                written += [cell] if options["lr"] else []
+        # Weights that share a scale are written together, those without a gradient, too.
+        shared = self.cells[: self.sharing]
+        shared = shared if any(cell in written for cell in shared) else []
+        for cell in shared:
+            if cell.value is None:
+                cell.restart()
+        written += [cell for cell in shared if cell not in written]
+        for cell in written:
+            cell.round()
+        through_dtype = self.options.get("quantize_from") == "param_dtype"
+        values = (c.value.to(c.dtype) if through_dtype else c.value for c in shared)
+        amax = max((value.abs().max().item() for value in values), default=0.0)
+        for cell in written:
+            cell.settle(through_dtype, amax if cell in shared else 0.0)
 
     def overwrite(self, values: list[Tensor | None], are_plain: bool = True) -> None:
         """Other code writes float32 values, from which the masters restart.

@@ -79,10 +79,10 @@ def test_parts_together_are_the_whole(quantizer, dim):
     for part in parts:
         assert part.quantizer == whole.quantizer
         layout = part.quantizer.layout.shapes(*part.shape)
-        found = part._shared.tensors.existing()
+        found = part.inner.existing()
         assert {n: (tuple(x.shape), x.dtype) for n, x in found.items()} == layout
     # They own their memory.
-    parts[0]._shared.tensors.present[0].zero_()
+    parts[0].inner.present[0].zero_()
     assert torch.equal(
         whole.dequantize(torch.float32), whole.quantizer.quantize(value).dequantize(torch.float32)
     )

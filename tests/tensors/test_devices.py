@@ -5,19 +5,13 @@ import contextlib
 import pytest
 import torch
 
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    PartialCast,
-    Recipe,
-    build_columnwise,
-    unswizzle_scales,
-)
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Recipe
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.kernels.launch import launch
 from fp4adam.nn import operand
 from fp4adam.tensors import backend
+from fp4adam.tensors.swizzle import read_gemm_scales
+from fp4adam.tensors.transpose import build_columnwise
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
@@ -36,7 +30,7 @@ def use_all(name, device):
         recipe = Recipe(name, activations=True, gradients=True)
         made += operand.quantize(x, recipe.quantizer, True, True)[1][:2]
     elif name != "float8":
-        made += unswizzle_scales([scales := weight.rowwise_gemm_scale_inv], [scales.shape])
+        read_gemm_scales(weight)
     if name != "mxfp8":
         build_columnwise([weight])
     cast = PartialCast([weight], [0], [x.numel()], [x.dtype])

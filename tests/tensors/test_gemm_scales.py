@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 import format_reference as reference
-from fp4adam import (
-    Float8BlockQuantizer,
-    FP4Adam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizedTensor,
-    swizzle_scales,
-    unswizzle_scales,
-)
+from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.tensors import backend
+from fp4adam.tensors.swizzle import ScalePair, write_scales
 from golden_vectors import golden_cases, sha16
 
 USAGES = ("rowwise", "columnwise")
@@ -67,6 +60,12 @@ def randn(seed: int = 0, device: str = "cpu", shape: tuple[int, ...] = SHAPE) ->
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def pairs_of(scales: list[Tensor]) -> list[ScalePair]:
+    """Scales with room for the swizzled ones, which write_scales swizzles."""
+    sizes = [(s.shape[0] + -s.shape[0] % 128, s.shape[1] + -s.shape[1] % 4) for s in scales]
+    return [ScalePair(s, s.new_empty(size)) for s, size in zip(scales, sizes, strict=True)]
+
+
 def expected_swizzle(scale: Tensor) -> Tensor:
     scale = scale.cpu().numpy()
     padding = [(0, -scale.shape[0] % 128), (0, -scale.shape[1] % 4)]
@@ -96,10 +95,8 @@ def test_golden_scales_are_swizzled_and_back(format, usage, path_device):
             scale = case.expected[f"{usage}_scale_inv"].to(path_device)
             plain.append(scale.t() if (format, usage) == ("mxfp8", "columnwise") else scale)
             hashes.append(sha)
-    swizzled = swizzle_scales(plain)
-    assert [sha16(scale.cpu()) for scale in swizzled] == hashes
-    for actual, scale in zip(unswizzle_scales(swizzled), plain, strict=True):
-        assert torch.equal(actual, scale)
+    write_scales(pairs := pairs_of(plain))
+    assert [sha16(pair.swizzled.cpu()) for pair in pairs] == hashes
 
 
 def test_tails_are_padded_with_zeros(path_device):
@@ -110,49 +107,19 @@ def test_tails_are_padded_with_zeros(path_device):
         # Any strides, and any dtype of one byte.
         scale = wide.view(blocks, 2 * rows).t()[::2] if i % 2 else wide.view(rows, -1)[:, :blocks]
         plain.append(scale.to(path_device).view(torch.float8_e8m0fnu if i > 3 else torch.uint8))
-    swizzled = swizzle_scales(plain)
-    for scale, actual in zip(plain, swizzled, strict=True):
-        assert actual.dtype == scale.dtype
+    write_scales(pairs := pairs_of(plain))
+    for scale, swizzled, _ in pairs:
         expected = expected_swizzle(scale.view(torch.uint8))
-        assert torch.equal(actual.view(torch.uint8).cpu(), expected)
-    for scale, actual in zip(plain, unswizzle_scales(swizzled, shapes), strict=True):
-        assert torch.equal(actual.view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(swizzled.view(torch.uint8).cpu(), expected)
+    back = [pair._replace(plain=torch.empty_like(pair.plain)) for pair in pairs]
+    write_scales(back, undo=True)
+    for scale, pair in zip(plain, back, strict=True):
+        assert torch.equal(pair.plain.view(torch.uint8), scale.view(torch.uint8))
 
 
 def test_any_number_of_matrices_takes_one_launch(launched, device):
-    scales = [torch.ones(n, 4, dtype=torch.uint8, device=device) for n in (16, 128, 200)]
-    assert launched(lambda: unswizzle_scales(swizzle_scales(scales))).count("_swizzle_kernel") == 2
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: swizzle_scales([torch.ones(16)]), r"scales\[0\] must be a matrix of .* \(16,\)"),
-        (
-            lambda: swizzle_scales([torch.ones(16, 4)]),
-            "one byte per element on cpu, got .* torch.float32",
-        ),
-        (
-            lambda: unswizzle_scales([torch.zeros(128, 6, dtype=torch.uint8)]),
-            r"swizzled\[0\] must be a contiguous matrix \[128, 8\] .* got \(128, 6\)",
-        ),
-        (
-            lambda: unswizzle_scales([torch.zeros(128, 4, dtype=torch.uint8)], [(5, 5)]),
-            r"\[128, 8\] for scales \[5, 5\], got \(128, 4\)",
-        ),
-        (
-            lambda: unswizzle_scales([torch.zeros(128, 4, dtype=torch.uint8)], []),
-            "shapes must have one entry per tensor, 1, got 0",
-        ),
-        (
-            lambda: Float8BlockQuantizer(optimize_for_gemm=True),
-            "optimize_for_gemm must be False for Float8Block.* reads scales as rowwise_scale_inv",
-        ),
-    ],
-)
-def test_bad_input_is_refused(call, match):
-    with pytest.raises(ValueError, match=match):
-        call()
+    pairs = pairs_of([torch.ones(n, 4, dtype=torch.uint8, device=device) for n in (16, 128, 200)])
+    assert launched(lambda: write_scales(pairs)).count("_swizzle_kernel") == 1
 
 
 # In tensors
@@ -187,6 +154,8 @@ def test_all_that_writes_a_tensor_writes_both_orders(quantizer, path_device):
 
 
 def test_scales_of_float8_block_are_read_as_they_are():
+    with pytest.raises(ValueError, match="optimize_for_gemm must be False for Float8Block"):
+        Float8BlockQuantizer(optimize_for_gemm=True)
     tensor = Float8BlockQuantizer().quantize(randn())
     assert torch.equal(tensor.rowwise_gemm_scale_inv, tensor.rowwise_scale_inv)
     assert torch.equal(tensor.columnwise_gemm_scale_inv, tensor.columnwise_scale_inv)

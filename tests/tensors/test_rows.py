@@ -10,13 +10,13 @@ from fp4adam import (
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
-    build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
+from fp4adam.tensors.transpose import build_columnwise
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -209,7 +209,7 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
     monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels")
     block = quantizer.layout.block
     tensor = quantizer.quantize(randn((5 * block, 64)).to(device))
-    tensors, names = tensor._shared.tensors, ["rowwise_data", "rowwise_scale_inv"]
+    tensors, names = tensor.inner, ["rowwise_data", "rowwise_scale_inv"]
     if quantizer.layout.is_square:
         names[1] = "block_scale_inv"
     if quantizer.layout.scale_type is None:

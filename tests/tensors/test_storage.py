@@ -12,12 +12,12 @@ from fp4adam import (
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    PartialCast,
     QuantizedTensor,
-    build_columnwise,
     quantize_model,
 )
+from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors.storage import SharedStorage, Storage
+from fp4adam.tensors.transpose import build_columnwise
 from helpers import through_a_file
 
 QUANTIZERS = {
@@ -36,7 +36,7 @@ def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
 
 
 def versions(tensor: QuantizedTensor) -> dict[str, int]:
-    return {name: inner._version for name, inner in tensor._shared.tensors.existing().items()}
+    return {name: inner._version for name, inner in tensor.inner.existing().items()}
 
 
 def through_pickle(value):
@@ -73,9 +73,9 @@ def holder(tensor: QuantizedTensor) -> nn.Module:
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_every_write_raises_every_version(quantizer, write, path_device):
     tensor = quantizer.quantize(randn().to(path_device))
-    storage, before, own = tensor._shared.tensors, versions(tensor), tensor._version
+    storage, before, own = tensor.inner, versions(tensor), tensor._version
     write(tensor)
-    assert tensor._shared.tensors is storage and tensor._version > own
+    assert tensor.inner is storage and tensor._version > own
     after = versions(tensor)
     assert all(after[name] > before[name] for name in before)
 
@@ -101,7 +101,7 @@ def test_columnwise_codes_that_are_built_count(name, path_device):
 
 def test_reading_is_no_write():
     tensor = QUANTIZERS["nvfp4"].quantize(randn())
-    before, storage = versions(tensor), tensor._shared.tensors
+    before, storage = versions(tensor), tensor.inner
     (
         tensor.dequantize(torch.float32),
         tensor.float(),
@@ -111,7 +111,7 @@ def test_reading_is_no_write():
     )
     (tensor.split(16), tensor.pending_value(), tensor._high_precision_init_val)
     tensor.copy_(tensor.detach())
-    assert versions(tensor) == before and tensor._shared.tensors is storage
+    assert versions(tensor) == before and tensor.inner is storage
 
 
 def test_plain_tensors_beside_quantized_ones_are_versioned():
@@ -129,13 +129,11 @@ def test_plain_tensors_beside_quantized_ones_are_versioned():
 def test_aliases_see_what_is_exchanged(quantizer):
     param = nn.Parameter(quantizer.quantize(randn()))
     aliases = [param.detach(), param.data, param[:32], holder(param).state_dict()["weight"]]
-    before = param._shared.tensors
+    before = param.inner
     param._rowwise_data = param._rowwise_data.clone()
-    assert param._shared.tensors is not before
+    assert param.inner is not before
     for alias in aliases:
         assert alias._shared is param._shared and alias._rowwise_data is param._rowwise_data
-    with pytest.raises(AttributeError):
-        param._shared.tensors.rowwise_data = None
 
 
 EXCHANGES = {
@@ -153,10 +151,10 @@ EXCHANGES = {
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES.keys())
 def test_every_exchange_gives_another_storage(exchange):
     module = holder(QUANTIZERS["nvfp4"].quantize(randn()))
-    param, before = module.weight, module.weight._shared.tensors
+    param, before = module.weight, module.weight.inner
     exchange(module)
-    assert module.weight is param and param._shared.tensors is not before
-    assert param._shared.tensors != before and param._shared.tensors == param._shared.tensors
+    assert module.weight is param and param.inner is not before
+    assert param.inner != before and param.inner == param.inner
 
 
 def test_storages_are_compared_by_identity():
@@ -211,7 +209,7 @@ COPIES = {
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 def test_a_write_to_one_inner_tensor_is_one_to_all(quantizer, copied, device):
     tensor = copied(quantizer.quantize(randn().to(device)))
-    for inner in tensor._shared.tensors.present:
+    for inner in tensor.inner.present:
         before = versions(tensor)
         inner.zero_()
         assert {version + 1 for version in before.values()} == set(versions(tensor).values())
@@ -222,15 +220,15 @@ def test_an_inner_tensor_of_someone_else_counts_for_itself(quantizer):
     tensor = quantizer.quantize(randn())
     flat = torch.zeros(tensor._rowwise_data.numel(), dtype=tensor._rowwise_data.dtype)
     tensor._rowwise_data = flat.view(tensor._rowwise_data.shape)
-    before = [inner._version for inner in tensor._shared.tensors.versioned]
+    before = [inner._version for inner in tensor.inner.versioned]
     flat.zero_()
-    assert [inner._version for inner in tensor._shared.tensors.versioned] != before
+    assert [inner._version for inner in tensor.inner.versioned] != before
 
 
 @every_quantizer
 def test_moving_to_shared_memory_is_seen(quantizer):
     tensor = quantizer.quantize(randn())
-    storage, values = tensor._shared.tensors, tensor.dequantize(torch.float32)
+    storage, values = tensor.inner, tensor.dequantize(torch.float32)
     tensor.share_memory_()
-    assert tensor._shared.tensors is not storage and tensor.is_shared()
+    assert tensor.inner is not storage and tensor.is_shared()
     assert torch.equal(tensor.dequantize(torch.float32), values)

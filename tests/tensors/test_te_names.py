@@ -29,17 +29,6 @@ def test_tensors_say_what_they_hold(quantizer):
     tensor = quantizer(value())
     assert tensor._quantizer is tensor._get_quantizer() is quantizer
     assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
-    rowwise, columnwise = tensor.get_data_tensors()
-    assert torch.equal(rowwise, tensor.rowwise_data)
-    assert torch.equal(columnwise, tensor.get_data_tensors(rowwise_data=False))
-    with pytest.raises(ValueError, match="must not both be False"):
-        tensor.get_data_tensors(False, False)
-    metadata = tensor.get_metadata()
-    assert metadata["fake_dtype"] is torch.bfloat16 and metadata["quantizer"] is quantizer
-    for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
-        assert torch.equal(metadata[name], getattr(tensor, name))
-        shape = quantizer.get_scale_shape((64, 96), columnwise=name.startswith("columnwise"))
-        assert shape == tuple(metadata[name].shape)
 
 
 def test_names_of_float8_are_its_memory():
@@ -93,12 +82,6 @@ def test_quantizers_are_shared_and_stay_as_they_are():
     quantizer.set_usage(rowwise=True)
     with pytest.raises(TypeError, match=r"columnwise of a quantizer must not change, got True"):
         quantizer.set_usage(columnwise=True)
-    assert quantizer.is_quantizable(value()) and not quantizer.is_quantizable(torch.ones(3, 5))
-    tensors = quantizer.multi_quantize([value(), value() * 2])
-    assert quantizer.update_quantized(value() * 2, tensors[0]) is tensors[0]
-    assert torch.equal(tensors[0].rowwise_data, tensors[1].rowwise_data)
-    with pytest.raises(NotImplementedError, match="noop_flag must be None"):
-        quantizer.update_quantized(value(), tensors[0], noop_flag=torch.zeros(1))
 
 
 @every_quantizer

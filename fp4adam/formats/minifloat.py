@@ -5,12 +5,11 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 """
 
 import ctypes
-import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fp4adam.tensors.layout import CodeType
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -64,27 +63,6 @@ def e4m3_value(code: Tensor) -> Tensor:
     return code.view(torch.float8_e4m3fn).float()
 
 
-def e4m3_encode_scale(
-    amax: Tensor, largest: float, epsilon: float, force_pow_2_scales: bool
-) -> Tensor:
-    """Factors that map magnitudes up to ``amax`` to those of E4M3, float32.
-
-    Args:
-        amax: Amaxes, float32.
-        largest: The factor where 448 / amax overflows.
-        epsilon: Lower bound of amaxes.
-        force_pow_2_scales: Whether to round factors down to powers of two.
-    """
-    amax = amax.clamp(min=epsilon)
-    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
-    scale = torch.full_like(amax, E4M3_MAX) / amax
-    scale = torch.where(scale.isinf(), largest, scale)
-    scale = torch.where((amax == 0) | (amax <= FP32_MAX).logical_not(), 1.0, scale)
-    if force_pow_2_scales:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale
-
-
 def e8m0_code_up(x: Tensor) -> Tensor:
     """Round non-negative float32 up to a power of two 2**(code - 127); uint8, at most 254."""
     # Code 0 means 2**-127, so subnormals up to that value round up to code 0.
@@ -94,9 +72,7 @@ def e8m0_code_up(x: Tensor) -> Tensor:
 
 def e8m0_reciprocal(code: Tensor) -> Tensor:
     """2**(127 - code) as exact float32, for uint8 codes; 255 gives NaN."""
-    exponent = 254 - code.to(torch.int32)
-    bits = (exponent << 23).clamp_(min=0x400000)
-    return torch.where(exponent < 0, 0x7FC00000, bits).view(torch.float32)
+    return e8m0_value(254 - code)  # 254 - 255 is 255 again
 
 
 def e8m0_value(code: Tensor) -> Tensor:
@@ -106,34 +82,5 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def amax(x: Tensor, dims: tuple[int, ...], keeps_nan: bool = False) -> Tensor:
-    """Largest magnitude of float32 over ``dims``, ignoring NaN as a GPU does, or keeping it."""
-    magnitude = x.abs()
-    return (magnitude if keeps_nan else magnitude.nan_to_num_(0.0, math.inf)).amax(dims)
-
-
-class CodeType(NamedTuple):
-    """A number format of codes: a sign, an exponent and a mantissa.
-
-    Attributes:
-        bits: Bits of a code.
-        largest: The code of the largest magnitude.
-        per_power: Number of codes from a power of two to the next.
-        encode: Rounds float32 values to codes, uint8 with one code per byte.
-        pack: Puts codes along the last dimension into bytes.
-        decode: float32 values of bytes.
-    """
-
-    bits: int
-    largest: int
-    per_power: int
-    encode: Callable[[Tensor], Tensor]
-    pack: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
-
-
-# By the names in ``Layout.code_type``. Kernels know them by these names too.
-CODE_TYPES = {
-    "e2m1": CodeType(4, 0x7, 2, e2m1_code, pack_e2m1, unpack_e2m1),
-    "e4m3": CodeType(8, 0x7E, 8, e4m3_code, lambda codes: codes, e4m3_value),
-}
+E2M1 = CodeType("e2m1", 4, 0x7, 2, False, e2m1_code, pack_e2m1, unpack_e2m1)
+E4M3 = CodeType("e4m3", 8, 0x7E, 8, True, e4m3_code, lambda codes: codes, e4m3_value)
