@@ -38,6 +38,7 @@ from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
     FP4Adam,
+    FusedAdam,
     MasterWeightOptimizer,
     MXFP4Quantizer,
     MXFP8Quantizer,
@@ -145,7 +146,12 @@ class Run:
 
     Args:
         path: One of ``PATHS``.
+
+    Attributes:
+        turn: What seeds of moves start from, which choose among their variants.
     """
+
+    turn = 0
 
     def __init__(self, case: Case, device: str, path: str) -> None:
         if path == "any optimizer":
@@ -745,6 +751,32 @@ def through_adamw(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @move
+def through_the_other_layout(run: Run, oracle: Oracle, seed: int) -> None:
+    """FusedAdam counts in groups, as Transformer Engine does; its names for states are others."""
+    options = dict(run.case.arguments)
+    kind = FP4Adam if options.pop("adam_w_mode", None) is False else FusedAdam
+    other = kind(run.params, **options)
+    for source, target in ((run.optimizer, other), (other, run.optimizer)):
+        compact = seed % 2 and source.compact_state_dict()
+        target.load_state_dict(copy.deepcopy(compact or source.state_dict()))
+
+
+@move
+def states_set_by_name(run: Run, oracle: Oracle, seed: int) -> None:
+    """What is read in FP32 is written as it was."""
+    for param, cell in zip(run.params, oracle.cells, strict=True):
+        for name, value in cell.moments.items():
+            if name != "max_exp_avg_sq":
+                found = run.optimizer.get_unscaled_state(param, name)
+                assert torch.equal(found.cpu(), value)
+                run.optimizer.set_scaled_state(param, name, found.clone())
+        if cell.master in ("float32", "float16", "int8"):
+            found = run.optimizer.get_unscaled_state(param, "master_param")
+            assert torch.equal(found.cpu(), cell.value)
+            run.optimizer.set_scaled_state(param, "master_param", found.clone())
+
+
+@move
 def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
     """As if the numbers had been saved."""
     others = ("32bit", "16bit", "8bit") if not oracle.options["amsgrad"] else ("fp8, fp32", "32bit")
@@ -859,6 +891,15 @@ def written_before_the_first_step(run: Run, oracle: Oracle) -> None:
 
 
 @scenario
+def initialized_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    for param in run.params:
+        run.optimizer.initialize_state(param)
+        assert run.optimizer.state[param]["step"] == 0
+        assert not run.optimizer.get_unscaled_state(param, "exp_avg").any()
+    both(run, oracle, 0)
+
+
+@scenario
 def copied_before_the_first_step(run: Run, oracle: Oracle) -> None:
     """The value before quantization travels along."""
     run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
@@ -892,8 +933,8 @@ def group_added(run: Run, oracle: Oracle) -> None:
 
 def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], object]) -> None:
     both(run, oracle, 0, 1)
-    move(run, oracle, 2)
-    both(run, oracle, 3)
+    move(run, oracle, 2 + run.turn)
+    both(run, oracle, 5)
 
 
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
@@ -910,7 +951,8 @@ NOT_TAKEN = {
     "any optimizer": (
         "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
         "release_that_fails", "refused_states", "resumed, compact", "resumed, compact, model first",
-        "resumed_in_other_storage", "replaced",
+        "resumed_in_other_storage", "replaced", "through_the_other_layout", "states_set_by_name",
+        "initialized_before_the_first_step",
     ),
 }  # fmt: skip
 
@@ -929,6 +971,7 @@ def rows() -> list[Any]:
             for path in PATHS:
                 if not takes(path, CASES[case], name):
                     continue
+                # One case of each scenario has turn 0.
                 turn = (5 * i + 7 * j) % len(CASES)
                 quick = turn < QUICK[path]
                 marks = () if quick else [pytest.mark.exhaustive]
@@ -956,7 +999,7 @@ def taking(path: str, device: str) -> Iterator[str]:
 def test_step(case: str, name: str, path: str, device: str) -> None:
     with taking(path, device) as where:
         run = Run(CASES[case], where, path)
-        oracle = make_oracle(run)
+        oracle, run.turn = make_oracle(run), [*CASES].index(case) % 3
         SCENARIOS[name](run, oracle)
         assert_identical(run.contents(), oracle.contents())
 
