@@ -793,6 +793,7 @@ def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
     oracle.options |= dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
     for cell, kind in zip(oracle.cells, (master, master, plain, "none"), strict=True):
         cell.store_otherwise(kind, oracle.options)
+    assert_identical(run.contents(), oracle.contents())  # as small at once
 
 
 @move
