@@ -75,10 +75,6 @@ class CastLaunches:
         launch_all(self._table, self._writes)
 
 
-def _key(one: CastSpan, value_dtype: torch.dtype | None) -> _Key:
-    return _Key(one.weight.quantizer, value_dtype, one.dtype)
-
-
 def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
     (rows, cols), start, stop = one.span
     fields = {"start": start, "stop": stop, "rows": rows, "cols": cols}
@@ -106,17 +102,12 @@ def _tiles(
     regions: dict[_Key, tuple[list[Region], list[Region]]] = {}
     for i, (one, value) in enumerate(zip(spans, values, strict=True)):
         if one.span.numel:
-            lists = regions.setdefault(_key(one, value.dtype), ([], []))
+            lists = regions.setdefault(_Key(one.weight.quantizer, value.dtype, one.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
+    tile = {key: cast.span_tile(key.quantizer.layout) for key in regions}
     return [
-        (
-            key,
-            [
-                tile_lists.tile_list(part, cast.span_tile(key.quantizer.layout), device)
-                for part in lists
-            ],
-        )
+        (key, [tile_lists.tile_list(part, tile[key], device) for part in lists])
         for key, lists in regions.items()
     ]
 
@@ -146,7 +137,7 @@ def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Key,
     for i, one in enumerate(spans):
         if one.layout.tensor_scale == "delayed":
             continue  # its amax is another one than that of the values
-        listed = regions[_key(one, None)]
+        listed = regions[_Key(one.weight.quantizer, None, one.dtype)]
         if one.layout.scale_type is None:
             listed.append((i, 0, 1, 0, 1))  # for the amax alone
         for usage, grid in one.grids.items():
