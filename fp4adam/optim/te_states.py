@@ -4,6 +4,8 @@ Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``mas
 int16 remainder in place of the last.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,25 @@ from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import State, Target, is_own_master
 
+if TYPE_CHECKING:
+    from fp4adam.optim.fused_adam import FusedAdam
+
 NAMES = ("exp_avg", "exp_avg_sq", MASTER)
 
 
-def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | None) -> None:
-    """``FusedAdam.initialize_state``."""
+@torch.no_grad()
+def initialize_state(
+    self: "FusedAdam", param: Tensor, store_param_remainders: bool | None = None
+) -> None:
+    """Create the state of a parameter before its first step, or start it anew.
+
+    ``store_param_remainders`` must be that of the optimizer, or None; it may be False for a
+    parameter without a remainder.
+    """
+    engine = self._engine
     target, options = _target(engine, param), engine.targets.options
-    if store_param_remainders not in (None, options.store_param_remainders, target.has_remainder):
+    is_half = target.master.name == REST
+    if store_param_remainders not in (None, options.store_param_remainders, is_half):
         raise ValueError(
             f"store_param_remainders must be that of the optimizer, got {store_param_remainders}; "
             "set it at construction"
@@ -34,18 +48,27 @@ def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | Non
         device = target.param.device if options.capturable else None
         state = target.completed({}, group["amsgrad"], restart=False, device=device)
         engine.states[param] = engine.placed(param, state)
-        if target.has_master:
+        if target.master.name == MASTER:
             target.record()
 
 
-def read(engine: Engine, param: Tensor, state_name: str, skip_unscale: bool) -> Tensor:
-    """``FusedAdam.get_unscaled_state``."""
+@torch.no_grad()
+def get_unscaled_state(
+    self: "FusedAdam", param: Tensor, state_name: str, skip_unscale: bool = False
+) -> Tensor:
+    """The local part of a state of a parameter, in FP32.
+
+    It is the state itself if that is stored in FP32, or in BF16 with ``skip_unscale``, else a
+    decoded copy. ``master_param`` is the int16 remainder of a BF16 parameter with
+    ``store_param_remainders``, and an FP32 parameter itself.
+    """
+    engine = self._engine
     target = _target(engine, param, state_name)
-    if state_name == MASTER and not target.is_kept:
+    if state_name == MASTER and not target.master.name:
         return target.param.detach()
     engine.settle()
     state = engine.states.get(param, {})
-    is_remainder = state_name == MASTER and target.has_remainder
+    is_remainder = state_name == MASTER and target.master.name == REST
     if (REST if is_remainder else state_name) not in state:
         raise ValueError(
             f"param must have a state to read {state_name} from, got none; call "
@@ -63,20 +86,35 @@ def read(engine: Engine, param: Tensor, state_name: str, skip_unscale: bool) -> 
     return value if value.dtype == torch.float64 else value.float()
 
 
-def write(engine: Engine, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-    """``FusedAdam.set_scaled_state``."""
+@torch.no_grad()
+def set_scaled_state(
+    self: "FusedAdam", param: Tensor, state_name: str, unscaled_state: Tensor
+) -> None:
+    """Set a state of a parameter from FP32 values, converted to its storage dtype.
+
+    A master is authoritative: the next step continues from it, whatever the parameter holds. The
+    state is created first if there is none. An FP32 parameter is stepped itself, and takes a
+    master only if it equals it rounded: Transformer Engine saves its first value.
+
+    Args:
+        param: A parameter of this optimizer.
+        state_name: "exp_avg", "exp_avg_sq" or "master_param".
+        unscaled_state: Float32 of the shape of the local part of ``param``, on any device. For
+            ``master_param`` with ``store_param_remainders``, the int16 remainder.
+    """
+    engine = self._engine
     target = _target(engine, param, state_name)
     value = local(unscaled_state) if isinstance(unscaled_state, Tensor) else unscaled_state
     _check_value(target, state_name, value)
     engine.settle()
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
-        initialize(engine, param, None)
+        initialize_state(self, param)
     engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
         known = target.is_unwritten()
         _write_state(target, engine.states[param], state_name, value)
         engine.states[param] = engine.placed(param, engine.states[param])
-        if target.has_master and (known or state_name == MASTER):
+        if target.master.name == MASTER and (known or state_name == MASTER):
             target.record()
 
 
@@ -93,7 +131,7 @@ def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Tar
             f"state_name must be one of {', '.join(NAMES)}, got {state_name!r}; read other entries "
             "from optimizer.state[param], which shows these three alone with FusedAdam"
         )
-    if state_name == MASTER and not (target.is_kept or is_own_master(param)):
+    if state_name == MASTER and not (target.master.name or is_own_master(param)):
         raise ValueError(
             f"state_name must not be 'master_param' for a {param.dtype} parameter without a "
             f"master, got master_weights={target.options.master_weights}; make the optimizer with "
@@ -105,7 +143,7 @@ def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Tar
 def _check_value(target: Target, name: str, value: Tensor) -> None:
     """Raise unless ``value`` can become the state ``name`` of a parameter."""
     wanted = torch.float64 if target.param.dtype == torch.float64 else torch.float32
-    if name == MASTER and target.has_remainder:
+    if name == MASTER and target.master.name == REST:
         wanted = torch.int16
     if not isinstance(value, Tensor) or value.dtype != wanted:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -119,11 +157,11 @@ def _check_value(target: Target, name: str, value: Tensor) -> None:
 
 def _write_state(target: Target, state: State, name: str, value: Tensor) -> None:
     """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
-    if name == MASTER and target.has_remainder:
+    if name == MASTER and target.master.name == REST:
         local(state[REST]).copy_(value)
         return
-    if name == MASTER and not target.has_master:
-        adopt_master(target, {name: value})
+    if name == MASTER and target.master.name != MASTER:
+        adopt_master(target, value)
         return
     plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value).contiguous()
     if name != MASTER:
