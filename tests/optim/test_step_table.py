@@ -603,6 +603,7 @@ def regrouped(run: Run, oracle: Oracle, seed: int) -> None:
     """A parameter goes to another group, which has its own options, and back."""
     first = run.optimizer.param_groups[0]
     moved, own = run.params[3], dict(lr=2e-3, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.0)
+    own |= {name: oracle.options[name] for name in ("amsgrad", "maximize")}
     first["params"] = [param for param in first["params"] if param is not moved]
     run.optimizer.add_param_group({"params": [moved], **own})
     oracle.groups[3] = own
@@ -625,7 +626,7 @@ def replaced(run: Run, oracle: Oracle, seed: int) -> None:
     cell.forget()
     both(run, oracle, seed)
     gc.collect()
-    assert gone() is None
+    assert gone() is None or run.case.sharing  # which the optimizer was given as lists
 
 
 @move
