@@ -966,18 +966,17 @@ def takes(path: str, case: Case, name: str = "") -> bool:
 
 
 def rows() -> list[Any]:
-    """All of the table; of slow kernels a case per scenario is quick, of the others some are."""
+    """All of the table; quick are half of it for operators, and some rows of other paths."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
             for path in PATHS:
                 if not takes(path, CASES[case], name):
                     continue
-                # One case of each scenario has turn 0.
-                turn = (5 * i + 7 * j) % len(CASES)
-                quick = turn < QUICK[path]
+                turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
+                quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 marks = () if quick else [pytest.mark.exhaustive]
-                if path == "kernels" and turn > 3:
+                if path == "kernels" and turn > 2 or path == "offload" and turn > 5:
                     marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
                     pytest.param(case, name, path, marks=marks, id=f"{name}-{case}-{path}")
