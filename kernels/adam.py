@@ -367,10 +367,10 @@ def step_tile(
 
 
 class StepLaunch:
-    """The step of the tensors of one kind; each format has its own, which makes the launches.
+    """The step of tensors with one ``LaunchKey``; each format has one, which makes the launches.
 
-    It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``LaunchTensors``: shapes, amax slots, a part of the table, and scalars.
+    It is made of that key, and of shapes (plain tensors have one column), amax slots (tensors with
+    the same slot share an amax), a part of the table, and the scalars that its rows refer to.
     """
 
     amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax

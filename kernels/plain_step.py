@@ -222,6 +222,6 @@ def update_scaled(
 class StepLaunch(adam.StepLaunch):
     """One pass over plain tensors."""
 
-    def __init__(self, kind: Any, tensors: tuple) -> None:
+    def __init__(self, key: Any, tensors: tuple) -> None:
         shapes, _, table, scalars = tensors
-        self._launches = update(table, scalars, shapes, kind.variant())
+        self._launches = update(table, scalars, shapes, key.variant())

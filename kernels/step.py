@@ -533,12 +533,12 @@ class _StepLaunch(adam.StepLaunch):
         self._launches = launches
 
 
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
     shapes, slots, table, scalars = tensors
-    layout, variant = kind.quantizer.layout, kind.variant()
+    layout, variant = key.quantizer.layout, key.variant()
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
-    F = format_of(layout, kind.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
+    F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
     tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
@@ -550,9 +550,9 @@ def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)
-        return PreviewedLaunch(known, variant, F, epsilon, bool(kind.groups), launches)
+        return PreviewedLaunch(known, variant, F, epsilon, bool(key.groups), launches)
     stored_amaxes, first = None, []
     if amax == "history":
         stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
-        first = [delayed_amaxes(table, kind.quantizer, stored_amaxes)]
+        first = [delayed_amaxes(table, key.quantizer, stored_amaxes)]
     return _StepLaunch([*first, *launches(*(None,) * 6, stored_amaxes)])

@@ -21,6 +21,7 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
@@ -72,18 +73,18 @@ class StepPlan:
             later = quantized_after_step(together, read_grad)
             for member in together:
                 member.quantized_after_step = later
-        kinds: dict[tuple, list[Target]] = defaultdict(list)
+        launched: dict[LaunchKey, list[Target]] = defaultdict(list)
         self._by_operators: list[Target] = []
         for member in members:
             grad = read_grad(member.owner)
             if member.fits_a_launch(grad):
-                kinds[member.launch_key(grad)].append(member)
+                launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
         by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
-        for (device, kind, _), alike in kinds.items():
-            grads_vary = options.use_decoupled_grad
-            by_device[device].append(LaunchGroup(kind, alike, read_grad, grads_vary))
+        for key, alike in launched.items():
+            group = LaunchGroup(key, alike, read_grad, options.use_decoupled_grad)
+            by_device[key.device].append(group)
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
@@ -93,8 +94,7 @@ class StepPlan:
             for device, groups in by_device.items()
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
-        launched = chain.from_iterable(group.members for group in self._groups)
-        self.members = [*launched, *self._by_operators]
+        self.members = [m for group in self._groups for m in group.members] + self._by_operators
         self._scales_of_others: ScaleWriteback | None = None
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
@@ -103,7 +103,7 @@ class StepPlan:
             m.tensors[name]
             for group in self._groups
             for m in group.members
-            if (group.kind.groups or m.master.codec is INT8)
+            if (group.key.groups or m.master.codec is INT8)
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
@@ -229,7 +229,7 @@ class StepPlan:
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
                 self._counter.launch(i, tables, signals[2])
                 for group in groups:
-                    if group.kind.groups:
+                    if group.key.groups:
                         group.launch.prepare(*signals)
                         launches.append((group.launch, signals))
                     else:
@@ -240,7 +240,7 @@ class StepPlan:
         """Update everything that depends on which members take part, if that has changed."""
         present: list[bool] = []
         for group in self._groups:
-            present += group.present or [True] * len(group.members)
+            present += group.present
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return

@@ -25,6 +25,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, Whole
 from fp4adam.optim.adam import Scalars
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.masters import (
     DIGEST,
     MASTER,
@@ -49,7 +50,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
-from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -391,13 +391,14 @@ class Target:
 
     # Its launch
 
-    def kind(self, grad: Tensor | None) -> Kind:
+    def launch_key(self, grad: Tensor | None) -> LaunchKey:
         """The properties that the parameters of one launch have in common."""
         # With lr = 0 the value does not change, so the bytes are not written.
         writes = self.updates and self.is_written and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
         value_codec, exp_avg_codec, exp_avg_sq_codec = self.step_codecs
-        return Kind(
+        return LaunchKey(
+            device=self.param.device,
             quantizer=self.param.quantizer if quantized else None,
             groups=groups_of(self.shards) if quantized else (),
             grad_dtype=self.param.dtype if grad is None else grad.dtype,
@@ -447,10 +448,6 @@ class Target:
             tensors.extend(param.storage_tensors().values())
         tensors.extend(scales)
         return not any(t.data_ptr() % ALIGNMENT for t in tensors)
-
-    def launch_key(self, grad: Tensor | None) -> Hashable:
-        """A key that is equal for parameters that can share a launch."""
-        return self.param.device, self.kind(grad), self.state_names
 
 
 class QuantizedTarget(Target):
