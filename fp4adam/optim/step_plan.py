@@ -28,7 +28,7 @@ from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
+from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -99,7 +99,7 @@ class StepPlan:
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
-        bounded = [
+        self._bounded = [
             m.tensors[name]
             for group in self._groups
             for m in group.members
@@ -107,13 +107,14 @@ class StepPlan:
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
+        self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
         self._has_run = False
         self._counter: StepCounter | DeviceCounter
         if capturable:
             self._counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else (), bounded)
+        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
         # The last gradients for operators that were right, and a check of their layouts.
         self._checked: list[bool] = []
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
@@ -146,6 +147,7 @@ class StepPlan:
         """Whether the plan is still valid for the current parameters, states and gradients."""
         return (
             self._fingerprint.unchanged()
+            and [*map(version, self._bounded)] == self._versions_of_bounded
             and self._counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
@@ -269,9 +271,7 @@ def _is_loose(member: Target) -> bool:
     return member.param._shared.tensors.counter is None
 
 
-def _fingerprint(
-    members: Sequence[Target], more_names: tuple[str, ...], bounded: list[Tensor]
-) -> Fingerprint:
+def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fingerprint:
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
@@ -281,9 +281,8 @@ def _fingerprint(
     Args:
         members: The parameters.
         more_names: Names of state tensors that the kernels use besides ``state_names``.
-        bounded: Other tensors that must not be written.
     """
-    columns: list[Column] = [Column(bounded, versioned=True)]
+    columns: list[Column] = []
     marked: dict[int, list[Target]] = {}  # by column
 
     def add(own: list[Target], marks: bool = True, **how: Any) -> None:
@@ -320,7 +319,7 @@ def _fingerprint(
         for m in here:
             states[sharded, (*m.state_names, *more_names)].append(m.state)
     columns += [
-        Column(alike, itemgetter(*names), True, local if sharded else None, placed=True)
+        Column(alike, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
         for (sharded, names), alike in states.items()
     ]
     fingerprint = Fingerprint(columns)
