@@ -267,6 +267,18 @@ def test_masters_that_restart_are_counted_once(
         assert [text in str(each.message) for each in caught] == [True] * bool(text), caught
 
 
+def test_values_that_another_optimizer_has_dropped_are_counted() -> None:
+    """A learning-rate finder tries, and restores the codes that it has saved."""
+    param = Parameter(QUANTIZERS["nvfp4"].quantize(random((32, 32), seed=0)))
+    param._high_precision_init_val = random((32, 32), seed=0)
+    saved = param.detach().clone()
+    take_steps(FP4Adam([param], lr=1e-2), [0])
+    with torch.no_grad():
+        param.copy_(saved)
+    with pytest.warns(UserWarning, match="masters of 1 weights restart .* another optimizer"):
+        take_steps(FP4Adam([param], lr=1e-2), [0])
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "float8"])
 def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
     """It has the master's codes under its own scales, as codes saturate; the scales are others."""
