@@ -102,7 +102,7 @@ class OffloadedEngine(Engine):
         if is_kept:
             self._make_room(chunk)
             part.states = chunk.staged(own)
-            link.copy_in(chunk)
+            link.to_gpu(chunk)
         else:
             link.wait()
             part.drop_plan()
@@ -111,7 +111,7 @@ class OffloadedEngine(Engine):
             part.step(signals)
         finally:
             if is_kept and chunk.is_staged(part.states):
-                link.copy_out(chunk)
+                link.to_host(chunk)
                 for param, state in part.states.items():
                     self.states[param].update(_others(state))
             else:  # states are new, or those of others, or a master has restarted
@@ -354,14 +354,6 @@ class Link:
         self._last = 0 if nbytes > CHUNK_BYTES else 1 - self._last
         return self._last
 
-    def copy_in(self, chunk: _Chunk) -> None:
-        """Copy a chunk to its buffer, and make the current stream wait for it."""
-        self.to_gpu(chunk.block, chunk.staged_block, self._free[chunk.number])
-
-    def copy_out(self, chunk: _Chunk) -> None:
-        """Copy a chunk to the host, after what the current stream has been given."""
-        self._free[chunk.number] = self.to_host(chunk.staged_block, chunk.block)
-
     # What stand-ins for a GPU do in another way
 
     def pin(self, memory: Tensor) -> None:
@@ -386,18 +378,20 @@ class Link:
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
-    def to_gpu(self, host: Tensor, staged: Tensor, after: Any) -> None:
-        if after is not None:
-            self._in.wait_event(after)
+    def to_gpu(self, chunk: _Chunk) -> None:
+        """Copy a chunk to its buffer, and make the current stream wait for it."""
+        if self._free[chunk.number] is not None:
+            self._in.wait_event(self._free[chunk.number])
         with torch.cuda.stream(self._in):
-            staged.copy_(host, non_blocking=True)
+            chunk.staged_block.copy_(chunk.block, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._in)
 
-    def to_host(self, staged: Tensor, host: Tensor) -> Any:
+    def to_host(self, chunk: _Chunk) -> None:
+        """Copy a chunk to the host, after what the current stream has been given."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            host.copy_(staged, non_blocking=True)
-        return self._out.record_event()
+            chunk.block.copy_(chunk.staged_block, non_blocking=True)
+        self._free[chunk.number] = self._out.record_event()
 
     def wait(self) -> None:
         """Make the host wait for all copies to it."""

@@ -8,7 +8,7 @@ per parameter. Then only the scalars and the addresses of the gradients are new.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress, islice
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -28,7 +28,7 @@ from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as, version
+from fp4adam.tensors.fingerprint import Column, Fingerprint, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -115,9 +115,6 @@ class StepPlan:
         else:
             self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
         self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
-        # The last gradients for operators that were right, and a check of their layouts.
-        self._checked: list[bool] = []
-        self._have_known_layouts: Callable[..., bool] = lambda *grads: False
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
@@ -156,15 +153,10 @@ class StepPlan:
 
     def check_gradients(self) -> None:
         """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
-        owners = [m.owner for m in self._by_operators]
-        grads = list(map(self._read_grad, owners))
-        present = [grad is not None for grad in grads]
-        owners, grads = [*compress(owners, present)], [*compress(grads, present)]
-        if not grads or present == self._checked and self._have_known_layouts(*grads):
-            return
-        for owner, grad in zip(owners, grads, strict=True):
-            check_gradient(self._options.name, owner, grad)
-        self._checked, self._have_known_layouts = present, are_laid_out_as(grads)
+        for member in self._by_operators:
+            grad = self._read_grad(member.owner)
+            if grad is not None:
+                check_gradient(self._options.name, member.owner, grad)
 
     def run(
         self,
@@ -198,8 +190,7 @@ class StepPlan:
         for member, grad, row in () if skipped else compress(by_operators, given):
             scalars = self._counter.groups[row].scalars
             member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        if launches or self._after.is_needed:
-            self._after.finish(launches, skipped)
+        self._after.finish(launches, skipped)
         if self._scales_of_others:
             self._scales_of_others()
         # Kernel writes do not raise versions, which autograd and other observers rely on.
