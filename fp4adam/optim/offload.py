@@ -41,14 +41,13 @@ class OffloadedEngine(Engine):
         super().__init__(targets, groups, states)
         self._parts: list[Engine] = []
         self._known: list = []
-        self._sharded: list[Tensor] = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
         super().forget()
         self._wait()
-        self._parts, self._known, self._sharded = [], [], []
+        self._parts, self._known = [], []
         self._chunks.clear()
 
     def drop_plan(self) -> None:
@@ -75,8 +74,8 @@ class OffloadedEngine(Engine):
         if known != self._known:
             self.targets.keep_only(self.params)
             self._parts = self.parts(chunks(self.together()))
-            self._known, self._sharded = known, sharded_weights(self.params)
-        settle_written(self._sharded)
+            self._known = known
+        settle_written(sharded_weights(self.params))
         has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
         active = [*compress(self._parts, has_grads)]
         self.check()

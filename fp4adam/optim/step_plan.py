@@ -5,7 +5,6 @@ gradients. :meth:`StepPlan.fits` checks this on the tensors themselves, without 
 per parameter. Then only the scalars and the addresses of the gradients are new.
 """
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -50,6 +49,9 @@ class StepPlan:
 
     Attributes:
         members: The parameters that the step may update.
+        counter: What counts their steps.
+        has_run: True once all kernels have been loaded, so that a CUDA graph can record them.
+        memory_of_replays: What a captured step reads besides parameters, states and gradients.
 
     Raises:
         RuntimeError: If the optimizer is capturable and kernels cannot step a member.
@@ -108,44 +110,27 @@ class StepPlan:
             for name in m.state_names
         ]
         self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
-        self._has_run = False
-        self._counter: StepCounter | DeviceCounter
+        self.has_run = False
+        self.counter: StepCounter | DeviceCounter
         if capturable:
-            self._counter = DeviceCounter(self._parts, self._by_operators)
+            self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
-            self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
+            self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
         self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
+        launches = [group.launch for group in self._groups]
+        self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
         self._written: list[Tensor] = []
         self._loose: list[Target] = []
 
-    def settle(self) -> None:
-        """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
-        self._counter.settle()
-
-    def latest_steps(self) -> dict[int, Any]:
-        """The largest step count of each parameter group, by its id; on the device, that of one."""
-        return self._counter.latest()
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""
-        return self._options.capturable and self._has_run
-
-    @functools.cached_property
-    def memory_of_replays(self) -> list:
-        """What a captured step reads besides parameters, states and gradients, to keep it alive."""
-        launches = [group.launch for group in self._groups]
-        return [[tables for tables, _ in self._parts], launches, self._counter.launches]
-
     def fits(self) -> bool:
         """Whether the plan is still valid for the current parameters, states and gradients."""
         return (
             self._fingerprint.unchanged()
             and [*map(version, self._bounded)] == self._versions_of_bounded
-            and self._counter.fits()
+            and self.counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
             and not any(m.fits_a_launch(self._read_grad(m.owner)) for m in self._by_operators)
@@ -176,19 +161,19 @@ class StepPlan:
         """
         grads = [self._read_grad(m.owner) for m in self._by_operators]
         self._regroup(grads)
-        if not self._counter.groups:
+        if not self.counter.groups:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
         given = [grad is not None and grad.numel() > 0 for grad in grads]
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
-        self._counter.advance(found_inf)
+        self.counter.advance(found_inf)
         if self._scales_of_others:
             self._scales_of_others.read()
         launches = self._launch_all(grad_scale, clip, found_inf, captures)
         by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
         for member, grad, row in () if skipped else compress(by_operators, given):
-            scalars = self._counter.groups[row].scalars
+            scalars = self.counter.groups[row].scalars
             member.update(grad, scalars, grad_scale, clip.get(grad.device))
         self._after.finish(launches, skipped)
         if self._scales_of_others:
@@ -197,7 +182,7 @@ class StepPlan:
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
-        self._has_run = True
+        self.has_run = True
 
     def _launch_all(
         self,
@@ -214,13 +199,13 @@ class StepPlan:
         launches: list[tuple] = []
         if not self._parts:
             return launches
-        numbers = self._counter.numbers()
+        numbers = self.counter.numbers()
         for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
-                self._counter.launch(i, tables, signals[2])
+                self.counter.launch(i, tables, signals[2])
                 for group in groups:
                     if group.key.groups:
                         group.launch.prepare(*signals)
@@ -231,15 +216,13 @@ class StepPlan:
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:
         """Update everything that depends on which members take part, if that has changed."""
-        present: list[bool] = []
-        for group in self._groups:
-            present += group.present
+        present = [*chain.from_iterable(group.present for group in self._groups)]
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
         # Known again at the end, so that an interrupted change is made once more.
         self._present = None
-        self._counter.regroup(present)
+        self.counter.regroup(present)
         stepped = [*compress(self.members, present)]
         self._written = [m.owner for m in stepped]
         self._written += [m.param for m in stepped if m.param is not m.owner]
@@ -251,7 +234,7 @@ class StepPlan:
         written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
         self._scales_of_others = ScaleWriteback(written) if written else None
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
-        rows = iter(self._counter.rows)
+        rows = iter(self.counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
         self._rows_by_operators = [*rows]
         self._present = present
