@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fp4adam.nn.candidates import is_stack
 
-# Last parts of the names of tensors that quantization of activations and of the KV cache needs.
-ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
-CACHE_SCALES = frozenset(("k_scale", "v_scale"))
+# Last parts of the names of scales of activations and of the KV cache, which no training has.
+UNUSED_SCALES = frozenset(
+    ("input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale")
+)
 
 
 # Each weight of a stack is numbered in so many parts; two could not tell [gate, up] from rows that
@@ -39,9 +40,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
         buffers themselves, and any other entries; the names of these, which hooks and
         ``get_extra_state`` add.
 
-    Raises:
-        TypeError: If the state dict holds anything but tensors.
-        ValueError: If a hook replaces a parameter by an entry of another name and value.
+    Raises TypeError or ValueError if one is no tensor, or would take the place of a parameter.
     """
     own = {
         plain_name(f"{prefix}.{name}" if prefix else name): value
@@ -65,11 +64,8 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
             extra.add(name)
         tensors[name] = value if member is None else member
     found = {id(value) for value in tensors.values()}
-    lost = [
-        name
-        for name, value in own.items()
-        if isinstance(value, nn.Parameter) and id(value) not in found
-    ]
+    parameters = {n: value for n, value in own.items() if isinstance(value, nn.Parameter)}
+    lost = [name for name, value in parameters.items() if id(value) not in found]
     if lost and extra:
         raise ValueError(
             f"state_dict() of the model must have its parameter {lost[0]!r}, got {min(extra)!r} "
@@ -111,14 +107,8 @@ def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
     Of models without stacked experts, and of stacks that transformers stores as they are, these are
     the names of the model. Stacks of modules that are not of transformers are stored as
     ``<module>.<number>.<projection>.weight``, ``gate_up_proj`` as ``gate_proj`` and ``up_proj``;
-    those [experts, in, out] (``is_transposed``) as they are.
-
-    Args:
-        model: Any module.
-        tensors: Its tensors, by all names in the order of its state dict.
-
-    Raises:
-        ValueError: If transformers stores a tensor in another way than by rows.
+    those [experts, in, out] (``is_transposed``) as they are. ValueError if transformers stores a
+    tensor in another way than by rows.
     """
     stacks = {
         plain_name(f"{prefix}.{key}" if prefix else key): module

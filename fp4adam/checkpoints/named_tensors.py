@@ -21,14 +21,16 @@ class NamedTensors:
     Args:
         files: The open checkpoint.
         encoding: How it stores quantized weights.
-        spans: What a checkpoint of the model holds, as from ``spans_of``.
-
-    Raises:
-        ValueError: If a stack lacks a part, or parts of it are quantized and others are not.
+        spans: What a checkpoint of the model holds, as from ``spans_of``; ValueError if one of its
+            stacks lacks a part, or parts of it are quantized and others are not.
     """
 
     def __init__(self, files: CheckpointReader, encoding: Encoding, spans: dict[str, Span]) -> None:
-        self._files, self.metadata = files, dict(files.metadata)
+        self._files = files
+        self._amaxes = {
+            span.name.removesuffix(".weight"): files.metadata.get(f"{stored}.amax")
+            for stored, span in spans.items()
+        }
         self._parts: dict[str, list[str]] = {}
         present = files.names()
         self._whole_stacks = self._find_whole_stacks(present, encoding, spans)
@@ -57,9 +59,6 @@ class NamedTensors:
                         "or has experts in high precision, which a stack cannot mix"
                     )
                 self._parts[target] = [found[row] for row in sorted(found)]
-            amaxes = {files.metadata.get(f"{name}.amax") for name in rows.values()}
-            if len(amaxes) == 1 and None not in amaxes:
-                self.metadata[f"{stack.removesuffix('.weight')}.weight.amax"] = amaxes.pop()
 
     def _find_whole_stacks(
         self, present: set[str], encoding: Encoding, spans: dict[str, Span]
@@ -82,16 +81,19 @@ class NamedTensors:
         """The names of all tensors."""
         return {*self._parts}
 
+    def amax(self, layer: str, device: torch.device) -> Tensor | None:
+        """The amax of a layer in our own headers, more exact than its rounded scale."""
+        try:
+            return torch.tensor(float.fromhex(self._amaxes.get(layer) or "nan"), device=device)
+        except (ValueError, OverflowError):
+            return None
+
     def is_stack(self, name: str) -> bool:
         """True if a tensor is put together from those of experts."""
         return len(self._parts[name]) > 1
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
-        """Those of a tensor, without reading it; of the dtype its name if torch has none.
-
-        Raises:
-            ValueError: If the tensors of experts have different ones.
-        """
+        """Those of a tensor, without reading it; ValueError if those of experts are different."""
         first, *others = ((self._files.shape(x), self._files.dtype(x)) for x in self._parts[name])
         if different := [other for other in others if other != first]:
             raise ValueError(
@@ -106,11 +108,7 @@ class NamedTensors:
         return shape, dtype
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor on ``device``.
-
-        Raises:
-            ValueError: If experts have different values of what a stack has once.
-        """
+        """A tensor; ValueError if experts have different values of what a stack has once."""
         first, *others = (self._files.read(part, device) for part in self._parts[name])
         if name in self._whole_stacks:
             return first.flatten(0, 1).flatten(1)

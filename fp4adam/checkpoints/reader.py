@@ -25,16 +25,9 @@ from fp4adam.checkpoints.folder import (
 class CheckpointReader(contextlib.ExitStack):
     """The tensors of a checkpoint, each read on request; a context manager.
 
-    Attributes:
-        folder: The folder.
-        config: The content of ``config.json``; empty if there is none, but the next one.
-        hf_quant_config: The content of ``hf_quant_config.json``; empty if there is none.
-        metadata: The headers of all files, merged.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is damaged, or lies outside of the folder.
-        ImportError: If safetensors is not installed.
+    ``config`` and ``hf_quant_config`` are the contents of these files, empty if there is only the
+    other one, ``metadata`` the headers of all files, merged. FileNotFoundError if a file is
+    missing, ValueError if one is damaged, or lies outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,8 +103,9 @@ def _path(folder: Path, name: str) -> Path:
             "itself if you trust it"
         )
     if not is_there:
-        advice = "pass the folder of a checkpoint" if name == CONFIG else "copy it as well"
-        raise FileNotFoundError(f"{str(folder / name)!r} must exist, got no such file; {advice}")
+        raise FileNotFoundError(
+            f"{str(folder / name)!r} must exist, got no such file; pass the folder of a checkpoint"
+        )
     if not path.is_file():
         raise ValueError(
             f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device; "
@@ -123,14 +117,10 @@ def _path(folder: Path, name: str) -> Path:
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of every tensor, by the index."""
     weight_map = _read_json(folder, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         raise ValueError(
-            f"{INDEX} must have a weight_map, an object, got {short(weight_map)}; the checkpoint "
-            "is damaged: copy it again"
-        )
-    if others := [file for file in weight_map.values() if not isinstance(file, str)]:
-        raise ValueError(
-            f"{INDEX} must name files, got {short(others[0])}; the checkpoint is damaged"
+            f"{INDEX} must have a weight_map, an object of names of files, got "
+            f"{short(weight_map)}; the checkpoint is damaged: copy it again"
         )
     return weight_map
 
