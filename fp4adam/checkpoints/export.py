@@ -19,8 +19,8 @@ from fp4adam.checkpoints.model_state import (
     Span,
     model_state,
     module_names,
-    plain_name,
     spans_of,
+    unquantized_modules,
     unwrapped,
 )
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
@@ -96,18 +96,19 @@ def export_checkpoint(
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
-    for text in _misreadings(trained):
+    found = {name: weight._amax for name, weight in trained.quantized.items()}
+    amaxes = {name: amax.item() for name, amax in found.items() if amax is not None}
+    for text in _misreadings(trained, amaxes):
         warnings.warn(text, stacklevel=2)
-    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.spans))
+    excluded, stacked = unquantized_modules(trained.model, module_names(trained.spans))
     described = trained.layout.describe(trained.encoding, excluded, stacked)
     documents[CONFIG]["quantization_config"] = {"quant_method": layout, **described}
     if layout == "modelopt":
         documents[HF_QUANT_CONFIG] = hf_quant_config(trained.encoding, excluded)
-    stored = trained.spans.items()
-    found = {n: getattr(trained.quantized.get(span.name), "_amax", None) for n, span in stored}
     # The layout's rounded scale does not determine the last bit of the amax.
-    amaxes = {f"{n}.amax": amax.item().hex() for n, amax in found.items() if amax is not None}
-    _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights, amaxes)
+    stored = [(name, span.name) for name, span in trained.spans.items() if span.name in amaxes]
+    header = {f"{name}.amax": amaxes[weight].hex() for name, weight in stored}
+    _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights, header)
 
 
 def export_tensors(
@@ -116,18 +117,14 @@ def export_tensors(
     """The tensors that :func:`export_checkpoint` writes, on the model's device, without files.
 
     They refill an engine that serves the model while it is trained, for example to sample in
-    reinforcement learning: its loader takes the names of a checkpoint. Codes and block scales are
-    the trained bytes: an NVFP4 weight takes 0.5625 bytes, and nothing is rounded again.
+    reinforcement learning: its loader takes the names of a checkpoint.
 
     Tensors are made one weight at a time. Codes and weights in high precision are the model's own
     memory: copy or send them before the next step, and do not write to them. Scales and what is
     gathered are new. With ``fully_shard``, a weight is gathered when its turn comes, in the same
     order on all ranks, and every rank gets it: each has to go through the iterator to its end.
 
-    Arguments and errors are those of :func:`export_checkpoint`.
-
-    Returns:
-        An iterator of names and tensors. The model is checked before it is returned.
+    Arguments and errors are those of :func:`export_checkpoint`; the model is checked at once.
     """
     trained = Trained.of(model, find_layout(layout))
     return (item for entry in trained.entries() for item in entry.items())
@@ -144,11 +141,9 @@ def export_masters(
 ) -> None:
     """Write a model in high precision, its parameters rounded once from their master weights.
 
-    The parameters themselves are read, not what hooks of the state dict make of them, such as those
-    of :func:`fp4adam.use_plain_state_dict`.
-
-    A parameter that has no master in the optimizer, or that something else has overwritten since,
-    is written as it is, or, if it is quantized, as the value that its master would start from.
+    The parameters themselves are read, not what hooks of the state dict make of them. One that has
+    no master in the optimizer, or that something else has overwritten since, is written as it is,
+    or, if it is quantized, as the value that its master would start from.
 
     Args:
         model: Any model; sharded ones as for :func:`export_checkpoint`.
@@ -213,15 +208,11 @@ class Trained(NamedTuple):
         shards = {name: local(weight) for name, weight in weights.items()}
         quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
         encoding = _encoding_for(layout, quantized)
-        linear = {
-            plain_name(f"{name}.weight")
-            for name, layer in model.named_modules(remove_duplicate=False)
-            if isinstance(layer, nn.Linear)
-        }
+        linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
         spans = spans_of(model, weights)
         for span in spans.values():
             if span.name in quantized:
-                is_linear = span.name in linear
+                is_linear = id(weights[span.name]) in linear
                 _check_span(span, quantized[span.name], is_linear, layout, encoding)
         return cls(model, weights, quantized, layout, encoding, spans)
 
@@ -375,26 +366,27 @@ def check_no_adapters(model: nn.Module, purpose: str, advice: str) -> None:
     for name, module in model.named_modules():
         # The models of PEFT have the one, the layers that it puts into others the other.
         if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
-            place = f"{name!r}, " if name else ""
             raise ValueError(
-                f"model must be without adapters to be {purpose}, got {place}a "
+                f"model must be without adapters to be {purpose}, got {name!r}, a "
                 f"{type(module).__name__}; {advice}"
             )
 
 
-def _misreadings(trained: Trained) -> Iterator[str]:
+def _misreadings(trained: Trained, amaxes: dict[str, float]) -> Iterator[str]:
     """What readers are known to misread without an error, each as the text of a warning."""
     encoding, is_theirs = trained.encoding, hasattr(trained.model, "from_pretrained")
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
-    layers = [name.removesuffix(".weight") for name in trained.quantized]
-    for layer, (name, weight) in zip(layers, trained.quantized.items(), strict=True):
-        shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
-        if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
-            groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
-        (rows, cols), (block_rows, block_cols) = shape[-2:], encoding.block
-        is_cut = rows % block_rows and (rows > block_rows or layer in parts[:-1])
-        partial += [layer] * bool(is_cut or (cols > block_cols and cols % block_cols))
+    block_rows, block_cols = encoding.block
+    for name in trained.quantized:
+        layer = name.removesuffix(".weight")
+        whole, parts = fused_layer(layer)
+        if name in amaxes and whole is not None:
+            groups[whole][layer.rpartition(".")[2]] = amaxes[name]
+        if block_rows > 1:
+            rows, cols = trained.weights[name].shape[-2:]
+            is_cut = rows % block_rows and (rows > block_rows or layer in parts[:-1])
+            partial += [layer] * bool(is_cut or (cols > block_cols and cols % block_cols))
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
         yield (
@@ -420,30 +412,6 @@ def _misreadings(trained: Trained) -> Iterator[str]:
             "whose from_pretrained (5.23) leaves scales out; for it, use "
             f"""{"layout 'compressed-tensors'" if is_8bit else "Float8Block and layout 'fp8'"}"""
         )
-
-
-def _unquantized_modules(
-    model: nn.Module, stored_names: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    """Modules whose weights stay in high precision, and those of them with stacks of weights.
-
-    Each has its name in the model and, if it is another, the one in the checkpoint. They are the
-    modules that engines could take for quantized linear layers: linear layers, routers, stacked
-    experts; not embeddings, convolutions and modules that contain quantized ones.
-    """
-    excluded, stacked = [], []
-    for name, module in model.named_modules(remove_duplicate=False):
-        name = plain_name(f"{name}.").removesuffix(".")
-        own = [param for param in module._parameters.values() if param is not None]
-        is_other = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
-        if not name or is_other or not any(param.ndim > 1 for param in own):
-            continue
-        if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
-            names = dict.fromkeys((name, stored_names.get(name, name)))
-            excluded += names
-            if any(param.ndim > 2 for param in own):
-                stacked += names
-    return excluded, stacked
 
 
 def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,7 @@ from fp4adam.checkpoints.model_state import (
     spans_of,
     unwrapped,
 )
-from fp4adam.checkpoints.named_tensors import NamedTensors
-from fp4adam.checkpoints.reader import CheckpointReader, short
+from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors, short
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
@@ -75,8 +74,7 @@ def import_checkpoint(
             names, shapes or scales do not fit the model, the layout or the quantizer.
         TypeError: If a dtype does not fit.
 
-    Nothing has been changed when it raises, and Ctrl-C leaves the old model or the new one, but for
-    sharded tensors, which are written one by one.
+    Nothing has changed when it raises, but for sharded tensors, which are written one by one.
     """
     check_module(model)
     if device is not None:
@@ -329,8 +327,7 @@ def _distributed(whole: Tensor, target: Tensor) -> Tensor:
 def _modules_to_fill(model: nn.Module) -> list[nn.Module]:
     """Modules with buffers on the meta device that no checkpoint has, such as rotary frequencies.
 
-    Raises:
-        ValueError: If the model, which is not one of transformers, cannot compute them.
+    ValueError if the model, which is not one of transformers, cannot compute them.
     """
     found = {
         f"{prefix}.{name}".removeprefix("."): module
@@ -361,17 +358,13 @@ def encoding_of(files: CheckpointReader) -> Encoding:
     config = files.config.get("quantization_config")
     if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
         config = {"quant_method": "modelopt"}
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"config.json in {str(files.folder)!r} must have a quantization_config, got none; "
-            "load weights in high precision with load_state_dict"
-        )
-    method = config.get("quant_method")
+    method = config.get("quant_method") if isinstance(config, dict) else None
     layout = LAYOUTS.get(method) if isinstance(method, str) else None
     if layout is None:
         raise ValueError(
-            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
-            f"{short(method)}; load the checkpoint decoded, and call quantize_model"
+            f"quant_method must be one of {', '.join(LAYOUTS)}, in the quantization_config of "
+            f"config.json in {str(files.folder)!r}, got {short(method)}; load the checkpoint "
+            "decoded, and call quantize_model"
         )
     for encoding in layout.encodings:
         if encoding.is_in(files.names(), files.dtype):

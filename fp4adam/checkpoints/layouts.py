@@ -40,8 +40,7 @@ class Encoding:
         format: The layout's name for it.
         codes: Name of the tensor of codes.
         scale: Name of the tensor of block scales.
-        stacked: What the names of whole stacks of experts end in, by the names of tensors; empty if
-            the layout has none.
+        stacked: What the names of whole stacks of experts end in, by the names of tensors.
     """
 
     format: str
@@ -223,7 +222,7 @@ class NVFP4Encoding(Encoding):
         return {**super().shapes(rows, cols), self.tensor_scale: (shape, torch.float32)}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        shape, _ = self.shapes(*weight.shape)[self.tensor_scale]
+        shape, _ = self.shapes(0, 0)[self.tensor_scale]
         amax = weight._amax
         ratio = torch.full_like(amax, weight.quantizer.largest_value)
         scale = ratio / amax if self.divides else amax / ratio

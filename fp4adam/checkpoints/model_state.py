@@ -15,16 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp4adam.distributed.dtensor import local
 from fp4adam.nn.candidates import is_stack
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 # Last parts of the names of scales of activations and of the KV cache, which no training has.
-UNUSED_SCALES = frozenset(
-    ("input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale")
-)
-
-
-# Each weight of a stack is numbered in so many parts; two could not tell [gate, up] from rows that
-# alternate.
+UNUSED_SCALES = {"input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale"}
+# Each weight of a stack is numbered in so many parts: two could be rows that alternate.
 PARTS = 4
 _BASE = 2**32
 
@@ -196,3 +193,27 @@ def module_names(spans: dict[str, Span]) -> dict[str, str]:
         suffix = r"\.[^.]+$" if rows is None else r"\.\d+\.[^.]+\.[^.]+$"
         modules.setdefault(name.rpartition(".")[0], re.sub(suffix, "", stored))
     return modules
+
+
+def unquantized_modules(
+    model: nn.Module, stored_names: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Modules whose weights stay in high precision, and those of them with stacks of weights.
+
+    Each has its name in the model and, if it is another, the one in the checkpoint. They are the
+    modules that engines could take for quantized linear layers: linear layers, routers, stacked
+    experts; not embeddings, convolutions and modules that contain quantized ones.
+    """
+    excluded, stacked = [], []
+    for name, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(f"{name}.").removesuffix(".")
+        own = [param for param in module._parameters.values() if param is not None]
+        is_other = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        if not name or is_other or not any(param.ndim > 1 for param in own):
+            continue
+        if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
+            names = dict.fromkeys((name, stored_names.get(name, name)))
+            excluded += names
+            if any(param.ndim > 2 for param in own):
+                stacked += names
+    return excluded, stacked

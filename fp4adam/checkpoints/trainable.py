@@ -32,9 +32,8 @@ def make_trainable(
         model = fp4adam.make_trainable(model)
         optimizer = fp4adam.FP4Adam(model.parameters(), lr=1e-5)
 
-    The files are read again, so it does not matter what transformers has made of them: without a
-    GPU it decodes most, others it swizzles. What has been changed in ``model`` since, hooks
-    included, does not go along. While both models exist, the memory is that of both.
+    The files are read again: it does not matter what transformers has made of them. What has been
+    changed in ``model`` since, hooks included, does not go along.
 
     Args:
         model: A model of transformers, on one device. It stays as it is.
@@ -49,8 +48,7 @@ def make_trainable(
 
     Raises:
         ValueError: If ``model`` is not one of transformers, has the adapters of PEFT, or lies on
-            several devices; as by ``import_checkpoint`` of its files.
-        FileNotFoundError: If they are not found.
+            several devices. Other errors are those of ``import_checkpoint``.
     """
     check_module(model)
     check_no_adapters(model, "made trainable", "add them afterwards")

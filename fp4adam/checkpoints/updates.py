@@ -59,10 +59,7 @@ class WeightUpdate(NamedTuple):
         return sum(x.nbytes for c in self.changes for x in (c.positions, c.data) if x is not None)
 
     def pack(self) -> Tensor:
-        """The update as one tensor to be sent: uint8, on the device of the weights.
-
-        The host reads all of it for its CRC-32.
-        """
+        """The update as one uint8 tensor on the device of the weights, with a CRC-32 of it."""
         listed = [(*c[:3], -1 if c.positions is None else len(c.positions)) for c in self.changes]
         header = json.dumps([self.id, self.follows, listed]).encode()
         found = [c.positions.view(torch.uint8) for c in self.changes if c.positions is not None]
@@ -117,8 +114,7 @@ class WeightSender:
     ``WeightReceiver`` then has the very bytes of :func:`export_tensors`.
 
     Under ``fully_shard`` every rank makes a sender and calls :meth:`export_changes`: weights are
-    gathered one by one, and the first rank of their mesh compares and sends them. It alone keeps
-    bytes.
+    gathered one by one, and the first rank of their mesh alone keeps, compares and sends them.
 
     Args:
         model: As for :func:`export_tensors`.
@@ -146,11 +142,8 @@ class WeightSender:
     def export_changes(self, full: bool = False) -> WeightUpdate | None:
         """What has changed since the last call; everything at the first one, and after an error.
 
-        Args:
-            full: Send everything, as after :class:`UpdateLost`.
-
-        Returns:
-            The update; None on all ranks but the first if weights are DTensors.
+        ``full=True`` sends everything, as after :class:`UpdateLost`. None is returned on all ranks
+        but the first if weights are DTensors.
         """
         trained = Trained.of(self._model, self._layout)
         structure = trained.encoding, trained.spans, {*trained.quantized}
@@ -158,7 +151,9 @@ class WeightSender:
         if follows is None:
             self._sent.clear()
         self._id, self._structure = None, structure
-        sends, changes = _is_first_rank(trained), []
+        meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
+        sends = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)  # on their first rank
+        changes = []
         for name, tensor in (i for entry in trained.entries() for i in entry.items()):
             if sends and (change := self._change(name, tensor)) is not None:
                 changes.append(change)
@@ -182,12 +177,6 @@ class WeightSender:
             return None
         sent.copy_(raw)
         return Change(*key, positions.int(), units[positions].view(-1))
-
-
-def _is_first_rank(trained: Trained) -> bool:
-    """True on the rank that sends: the first one of the meshes of all weights."""
-    meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
-    return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
 
 class WeightReceiver:
@@ -214,9 +203,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def apply(self, update: WeightUpdate) -> list[str]:
-        """Write an update to the tensors; nothing is written if it raises.
-
-        Returns the names of the tensors that it has written.
+        """Write an update to the tensors, and return their names; nothing is written if it raises.
 
         Raises:
             UpdateLost: If an update before this one is missing, or this one is not full and of

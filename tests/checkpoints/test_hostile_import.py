@@ -316,7 +316,7 @@ def test_a_file_that_announces_more_than_it_holds(folder):
 
 
 CONFIGS = [
-    ({"quantization_config": []}, "must have a quantization_config"),
+    ({"quantization_config": []}, "quant_method must be one of .* got None"),
     ({"quantization_config": {}}, "quant_method must be one of .* got None"),
     ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method must be one of .* got "),
     ({"quantization_config": {"quant_method": {}}}, "quant_method must be one of .* got {}"),
