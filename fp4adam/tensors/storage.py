@@ -174,6 +174,7 @@ class SharedStorage:
         name: The name of the parameter in its model, for error messages.
         scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
         is_copy: Whether it is of a parameter that ``copy.deepcopy`` has made.
+        was_stepped: Whether a step has dropped a value before quantization.
     """
 
     tensors: Storage
@@ -189,6 +190,7 @@ class SharedStorage:
     name: str | None = None
     scale_group: Any = None
     is_copy: bool = False
+    was_stepped: bool = False
     parallel: Any = None
 
     # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
