@@ -306,7 +306,7 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
         ]
         cure = f"use layout={' or '.join(map(repr, others))}"
         if not others:
-            cure = "quantize all weights alike to one of these, or call export_masters"
+            cure = "quantize all weights alike (quantize_model), or call export_masters"
         raise ValueError(
             f"model must have quantized weights of one format for layout {layout.name!r}, {held}, "
             f"got {found or 'none'}; {cure}"
@@ -367,8 +367,8 @@ def check_no_adapters(model: nn.Module, purpose: str, advice: str) -> None:
         # The models of PEFT have the one, the layers that it puts into others the other.
         if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
             raise ValueError(
-                f"model must be without adapters to be {purpose}, got {name!r}, a "
-                f"{type(module).__name__}; {advice}"
+                f"model must be without adapters to be {purpose}, got a "
+                f"{type(module).__name__} at {name!r}; {advice}"
             )
 
 

@@ -283,7 +283,9 @@ class _Import:
             scales = (self.files.read(f"{layer}.{scale}") for layer in self.layers)
             return self.encoding.quantizer_for(scales)
         fits = isinstance(chosen, kind)
-        problem = self.encoding.refusal(chosen) if fits else "leave it out"
+        problem = (
+            self.encoding.refusal(chosen) if fits else "leave it out, or pass Recipe(...).quantizer"
+        )
         if problem:
             raise ValueError(
                 f"quantizer must be a {kind.__name__} that {self.encoding.format!r} suits, got "

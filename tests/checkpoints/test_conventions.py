@@ -236,10 +236,14 @@ def test_adapters_are_merged_first(tmp_path):
     optimizer = FP4Adam(model.parameters())
     wrapped = PeftModel(model)
     for export in (export_checkpoint, lambda m, folder: export_masters(m, optimizer, folder)):
-        with pytest.raises(ValueError, match="got a PeftModel; merge .* model.merge_and_unload()"):
+        with pytest.raises(
+            ValueError, match="got a PeftModel at ''; merge .* model.merge_and_unload()"
+        ):
             export(wrapped, tmp_path / "out")
     model.up = LoraLinear(model.up)
-    with pytest.raises(ValueError, match="without adapters .* got 'up', a LoraLinear; merge them"):
+    with pytest.raises(
+        ValueError, match="without adapters .* got a LoraLinear at 'up'; merge them"
+    ):
         export_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
