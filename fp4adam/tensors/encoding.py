@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import Span, round_up
+from fp4adam.tensors.blocks import Span
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.storage import Storage
 
@@ -87,25 +87,15 @@ def measure_blocks(
     grids: dict[str, Tensor],
     amax: Tensor | None,
 ) -> None:
-    """Write the amaxes of blocks that overlap a span, and raise that of the tensor.
+    """Write the amaxes of all blocks as of a span, and raise that of the tensor, if any.
 
-    Args:
-        layout: The layout of the matrix.
-        x: The values of the span, which are rounded to ``dtype`` first.
-        span: The span.
-        dtype: See ``x``.
-        grids: The amaxes of all blocks by direction, float32.
-        amax: That of the tensor, float32 [1], or None.
+    ``x`` has the values of the span, which are rounded to ``dtype`` first; ``grids`` the amaxes by
+    direction, float32.
     """
-    if not x.numel():
-        return
-    values, first = _around(x, span, dtype, layout.block)
+    values = _around(x, span, dtype)
     for usage, grid in grids.items():
-        height, width = layout.blocks[usage]
-        blocks = blocks_of(values, (height, width))
-        found = block_amaxes(layout, blocks, (1, 3))
-        grid[first // height :][: len(found)] = found[: len(grid) - first // height]
-    if amax is not None:
+        grid.copy_(block_amaxes(layout, blocks_of(values, layout.blocks[usage]), (1, 3)))
+    if amax is not None and x.numel():
         torch.maximum(amax, amax_over(values, (0, 1)), out=amax)
 
 
@@ -119,26 +109,14 @@ def write_codes(
 ) -> None:
     """Write the codes of a span, in the directions of ``targets``.
 
-    Args:
-        quantizer: The quantizer of the matrix.
-        x: The values of the span, which are rounded to ``dtype`` first.
-        span: The span.
-        dtype: See ``x``.
-        factors: The factors that map values to codes, of all blocks by direction.
-        targets: By direction the memory for codes. Nibbles outside of the span are preserved.
+    ``x`` has the values of the span, which are rounded to ``dtype`` first; ``factors`` map values
+    to codes, of all blocks by direction. Nibbles outside of the span are preserved.
     """
-    if not x.numel():
-        return
-    layout, cols = quantizer.layout, span.shape[1]
-    values, first = _around(x, span, dtype, layout.block)
-    start, stop = span.start - first * cols, span.stop - first * cols
-    for usage, (target, first_byte) in targets.items():
-        own = factors[usage]
-        blocks = blocks_of(values, layout.blocks[usage])
-        if layout.scale_type is not None:
-            own = own[first // layout.blocks[usage][0] :][: len(blocks)]
-        codes = _codes(layout, blocks, own)[: len(values), :cols].reshape(-1)[start:stop]
-        per_byte = 8 // layout.code_type.bits
+    layout, (rows, cols) = quantizer.layout, span.shape
+    values, per_byte = _around(x, span, dtype), 8 // layout.code_type.bits
+    for usage, (target, first_byte) in targets.items() if x.numel() else ():
+        codes = _codes(layout, blocks_of(values, layout.blocks[usage]), factors[usage])
+        codes = codes[:rows, :cols].reshape(-1)[span.start : span.stop]
         at = span.start - first_byte * per_byte
         packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
         if per_byte == 2:  # nibbles beside the span stay
@@ -148,14 +126,11 @@ def write_codes(
         packed.copy_(layout.code_type.pack(codes))
 
 
-def _around(x: Tensor, span: Span, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
-    """The rows of blocks that a span overlaps, float32 and zero outside of it; the first row."""
-    (rows, cols), start, stop = span
-    first = start // cols // block * block
-    last = min(round_up(-(-stop // cols), block), rows)
-    values = x.new_zeros(last - first, cols, dtype=torch.float32)
-    values.view(-1)[start - first * cols : stop - first * cols] = x.detach().to(dtype).float()
-    return values, first
+def _around(x: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
+    """The matrix of a span, float32 and zero outside of it."""
+    values = x.new_zeros(span.shape, dtype=torch.float32)
+    values.view(-1)[span.start : span.stop] = x.detach().to(dtype).float()
+    return values
 
 
 def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:

@@ -21,20 +21,14 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
 version = attrgetter("_version")
-# Whether the storage object at an address, to which there is a weak reference, has lost its memory.
-# While it has not, no other memory has its addresses: a tensor at its old address is where it was,
-# and not in new memory that was put in by ``.data = new``, which changes no version.
+# Whether the storage at an address has lost its memory. While it has not, a tensor at its old
+# address is where it was, and not in memory put in by ``.data = new``, which changes no version.
 _is_freed = torch.UntypedStorage._expired
 
 
 def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that checks in one call whether its arguments have the layouts of ``tensors``.
-
-    It takes as many tensors, and compares shapes, strides, dtypes and devices with torch.compile's
-    guards.
-    """
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return guards.check
+    """A check of as many tensors: their shapes, strides, dtypes and devices are those of these."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 class Versions:
@@ -111,11 +105,7 @@ class Column(NamedTuple):
 
 
 class Fingerprint:
-    """What many tensors were like when it was recorded.
-
-    Args:
-        columns: How to read them.
-    """
+    """What the tensors of these columns were like when it was recorded."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)

@@ -92,15 +92,13 @@ class Layout:
         code_type: The number format of codes.
         scale_type: The number format of block scales; None if blocks have none.
         rowwise, columnwise: The directions, whose blocks lie along rows or columns.
-        is_square: Whether both directions share square blocks. Columnwise codes are the transposed
-            rowwise ones, or the rowwise ones themselves; see :attr:`shares_codes`.
+        is_square: Whether both share square blocks. Columnwise codes are the transposed rowwise
+            ones then, or the rowwise ones themselves (:attr:`shares_codes`).
         tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
-            values, or "delayed" ones, of earlier values.
+            values, or "delayed" ones, of earlier values, of which ``history`` are kept.
         scale_rule: How scales follow from amaxes.
         multiple: Rows and columns of a matrix must be multiples of this.
-        kernel_multiple: Kernels quantize and step matrices whose rows and columns are multiples of
-            this, and operators all others.
-        history: Number of amaxes that are kept for a delayed scale.
+        kernel_multiple: The same for kernels; operators take other matrices.
         kept: The directions that are stored.
         has_gemm_scales: Whether swizzled scales are stored too.
     """
@@ -161,9 +159,8 @@ class Layout:
     def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
-        All other inner tensors, except the tensor's amax and its history, can be derived from
-        these. Empty if the tensor cannot be cut along rows: columnwise codes with scales of their
-        own need whole columns.
+        The others but the amax and its history can be derived from these. Empty if the tensor
+        cannot be cut along rows: columnwise codes with scales of their own need whole columns.
         """
         if self.is_square:
             names = ("rowwise_data", "block_scale_inv") if "rowwise" in self.kept else ()

@@ -31,9 +31,7 @@ def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 @implements_operator(aten.clone.default)
-def _clone(
-    func: Callable, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None
-) -> QuantizedTensor:
+def _clone(func: Callable, tensor: QuantizedTensor, **options: Any) -> QuantizedTensor:
     return tensor._map_storage(torch.clone)
 
 
@@ -62,11 +60,9 @@ def _to_copy(
     func: Callable,
     tensor: QuantizedTensor,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool = False,
     non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
+    **options: Any,
 ) -> Tensor:
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         return tensor._read(dtype).to(device=device)
@@ -249,7 +245,14 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
     is_same = _reads_as(out, value)
     if not is_same:
         if shared.is_copy and not isinstance(out, torch.nn.Parameter):
-            _warn_of_averages(out)
+            shared.is_copy = False  # warns once, of values that come as averages do, by detach()
+            warnings.warn(
+                f"values written to a copy of a model are rounded to {type(out).__name__} each "
+                "time, so that a moving average of weights stands still: call "
+                "dequantize_model(copy) before you average, or use "
+                "torch.optim.swa_utils.AveragedModel, whose copy is plain",
+                stacklevel=2,
+            )
         if shared.left is not None:
             left = shared.left._alias(tuple(out.shape), out._start, out._start_col)
             source = left if _reads_as(left, value) else source
@@ -262,17 +265,6 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         shared.unsettled = True
         mark_written([out])
     return out
-
-
-def _warn_of_averages(out: QuantizedTensor) -> None:
-    """Warn of values for a copied parameter that come as averages do, through ``detach()``."""
-    out._shared.is_copy = False  # once
-    warnings.warn(
-        f"values written to a copy of a model are rounded to {type(out).__name__} each time, so "
-        "that a moving average of weights stands still: call dequantize_model(copy) before you "
-        "average, or use torch.optim.swa_utils.AveragedModel, whose copy is plain",
-        stacklevel=2,
-    )
 
 
 def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
@@ -333,12 +325,10 @@ torch.nn.init._no_grad_trunc_normal_ = _trunc_normal_at_once
 
 # torch.load and data loaders query it; FSDP2's CPU offload pins memory.
 @implements_operator(aten.is_pinned.default)
-def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
+def _is_pinned(func: Callable, tensor: QuantizedTensor, *device: Any, **of: Any) -> bool:
     return all(inner.is_pinned() for inner in tensor.inner.present)
 
 
 @implements_operator(aten._pin_memory.default)
-def _pin_memory(
-    func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
-) -> QuantizedTensor:
+def _pin_memory(func: Callable, tensor: QuantizedTensor, *device: Any) -> QuantizedTensor:
     return tensor._map_storage(torch.Tensor.pin_memory, keeps_init_val=True)

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from fp4adam.tensors import rows, swizzle, transpose
 from fp4adam.tensors.quantizer import (
     HIGH_PRECISION_DTYPES,
-    Operands,
     Quantizer,
     check_dtype,
     check_tensor,
@@ -64,10 +63,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     To autograd and modules it looks like a dense tensor of its nominal ``dtype``: gradients are
     plain tensors, and operators that do not know the format see the dequantized values. Create one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
-    overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
-    dimension, and of whole blocks along the last one, stay quantized and share memory with it, if
-    the format's ``rows_per_entry`` is not empty; they can be read, not written. All other views are
-    dequantized copies: writing to one does not change the tensor.
+    overwrite such as ``normal_``. Slices along the first dimension, and of whole blocks along the
+    last one, stay quantized and share memory with it, if the format's ``rows_per_entry`` is not
+    empty; they can be read, not written. All other views are dequantized copies.
 
     Attributes:
         quantizer: The :class:`Quantizer` that made it.
@@ -116,8 +114,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, uint8; None without columnwise usage.
 
-        A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
-        copy for both directions.
+        Those of a tensor gathered by FSDP2 are transposed on access.
         """
         stored, layout = self.inner.columnwise_data, self.quantizer.layout
         if stored is not None or not self.quantizer.columnwise:
@@ -128,10 +125,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``rowwise_data`` in Transformer Engine's layout; padding is 0.
-
-        The scale of a square NVFP4 block is repeated for each of its 16 rows.
-        """
+        """Decode scales of ``rowwise_data`` in Transformer Engine's layout; padding is 0."""
         return self.quantizer.scale_inv(self.inner, "rowwise")
 
     @property
@@ -270,29 +264,19 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        # A value on the meta device means: keep the next value that is written.
-        is_meta = value is not None and value.is_meta
-        if not rows.is_all(self):
-            if value is None or is_meta:
-                return  # the value belongs to the other rows too
-            raise ValueError(
-                "a value before quantization must be one of the whole tensor, got one of rows of "
-                f"shape {tuple(self.shape)}; set it on the tensor that they were sliced from"
-            )
-        self._shared.init_val = value
+        # On the meta device it means: keep the next value that is written. That of a slice belongs
+        # to the other rows too.
+        if rows.is_all(self):
+            self._shared.init_val = value
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], Tensor]:
-        """A method that returns the high-precision initial value, on its device.
-
-        As in Transformer Engine, only tensors that keep one have it: ``hasattr`` tells.
-        """
+        """Returns the high-precision initial value; only tensors that keep one have this method."""
         value = self._high_precision_init_val
         if value is None:
             raise AttributeError(
-                "get_high_precision_init_val must be called while a tensor keeps the value before "
-                f"quantization, got a {type(self).__name__} that keeps none; ask hasattr first, or "
-                "take tensor.dequantize()"
+                f"get_high_precision_init_val: a {type(self).__name__} keeps no value before "
+                "quantization now; ask hasattr first, or take tensor.dequantize()"
             )
         return lambda: value
 
@@ -316,7 +300,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
         return self.inner.codes.data_ptr()
 
-    # torch's implementations of these would use the wrapper's own memory, which does not exist.
+    # torch's own would use the memory of the wrapper, which has none.
     def is_shared(self) -> bool:
         """Whether the inner tensors are in shared memory."""
         return all(inner.is_shared() for inner in self.inner.present)
@@ -326,8 +310,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self.inner = self.inner.map(torch.Tensor.share_memory_)
         return self
 
-    # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
-    # The attributes include the inner tensors, so an empty storage is enough.
+    # Asynchronous checkpoints copy the storage, then the attributes, which are the inner tensors.
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage; the inner tensors have their own."""
         return self._no_storage
@@ -346,11 +329,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def data(self) -> "QuantizedTensor":
-        """The detached tensor on the same storage.
-
-        Assigning a tensor of the same format swaps the storage; any other tensor is quantized in
-        place.
-        """
+        """The detached tensor; one of the same format can be assigned, others are quantized."""
         return self.detach()
 
     @data.setter
@@ -361,7 +340,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"{tuple(value.shape)}; make a new parameter instead"
             )
         check_dtype("data of a quantized tensor", value.dtype)
-        if not same_format(self, value):
+        if getattr(value, "quantizer", None) != self.quantizer:
             warnings.warn(
                 f"values assigned to .data of a {type(self).__name__} are rounded to its format; "
                 "to merge adapters of PEFT, make the weights plain first: dequantize_model(model). "
@@ -432,9 +411,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         )
 
     # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
-    def __tensor_flatten__(
-        self,
-    ) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands, bool]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         # torch.compile has to compare operands too; quantizers exclude them from ==.
         spec = self.global_spec
         is_parallel = spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]
@@ -445,7 +422,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
-        context: tuple[Quantizer, torch.dtype, Operands, bool],
+        context: tuple,
         outer_size: tuple[int, ...],
         outer_stride: tuple[int, ...],
     ) -> "QuantizedTensor":
@@ -515,11 +492,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         _refuse_in_place(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(QuantizedTensor, lambda t: t._read(), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def same_format(a: Tensor, b: Tensor) -> bool:
-    """Whether both are quantized tensors of the same format and shape, for copies byte by byte."""
-    return type(a) is type(b) and a.quantizer == b.quantizer and a.shape == b.shape
 
 
 def mark_written(tensors: Sequence[QuantizedTensor]) -> None:

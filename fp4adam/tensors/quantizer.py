@@ -22,13 +22,7 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Operands(NamedTuple):
     """The operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`.
 
-    Attributes:
-        activations: Whether activations are quantized.
-        gradients: Whether output gradients are quantized.
-        emulate: Whether matmuls multiply decoded operands in FP32 on every device.
-        fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
-        weight_gradients: Whether gradients of weights are products of quantized operands, if
-            activations and gradients are quantized.
+    ``fake_activations`` are quantized and decoded again before ordinary matmuls.
     """
 
     activations: bool = False
@@ -75,10 +69,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     # Copies and files hold the arguments alone.
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -154,8 +144,8 @@ class Quantizer(QuantizerNames, Generic[T]):
     def quantize(self, x: Tensor) -> T:
         """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
 
-        The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
-        Gradients pass straight through.
+        The result has the shape, device and nominal dtype of ``x``. Gradients pass straight
+        through.
 
         Raises:
             ValueError: If the format cannot hold the shape.
@@ -198,10 +188,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
     @functools.cached_property
     def has_kernels(self) -> bool:
-        """Whether kernels give the bits of this class.
-
-        They do not where a derived class encodes or decodes in its own way: operators run instead.
-        """
+        """Whether kernels give the bits of this class: not where it has arithmetic of its own."""
 
         def owner(name: str) -> type:
             return next(base for base in type(self).__mro__ if name in vars(base))
@@ -210,7 +197,6 @@ class Quantizer(QuantizerNames, Generic[T]):
         return self.kernels and all(issubclass(owner("kernels"), each) for each in own)
 
     def uses_kernels(self, device: torch.device) -> bool:
-        """Whether kernels quantize and decode tensors of this format on a device."""
         return self.has_kernels and backend.uses_kernels(device)
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
@@ -257,8 +243,7 @@ class Quantizer(QuantizerNames, Generic[T]):
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
 
-        ``after`` is not read. It is a false dependency, which keeps torch.compile from decoding
-        before ``after`` has been computed.
+        ``after`` is not read: it keeps torch.compile from decoding before it has been computed.
         """
         if backend.runs_eagerly(tensors.codes):
             return self._read(tensors, dtype)
@@ -281,7 +266,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         return f"{type(self).__module__}.{self!r}"
 
     def register(self) -> None:
-        """Make the quantizer known to compiled graphs, by a name; before they are traced."""
+        """Make the quantizer known to compiled graphs, before they are traced."""
         _BY_KEY.setdefault(self._key, self)
 
     def decoded_shape(self, tensors: Storage) -> tuple[int, int]:

@@ -1,9 +1,8 @@
 """Slices and shards: tensors with some of the rows that their inner tensors hold.
 
 The inner tensors hold a matrix of whole blocks. A window on it shares them, and adds a first row
-and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard that
-begins within a block needs no special case. A window may also have some of the columns, in whole
-blocks.
+and a number of rows, or of columns in whole blocks. So a slice costs nothing, and a shard that
+begins within a block needs no special case.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ def matrix_shape(tensor: QuantizedTensor) -> tuple[int, int]:
 
 def stored_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
-    layout = tensor.quantizer.layout
-    for name, rows in layout.rows_per_entry.items():
-        if rows == 1 and name.endswith("_data"):
-            entries, width = getattr(tensor.inner, name).shape
-            return entries, width * layout.inner[name].cols
-    return matrix_shape(tensor)
+    return tensor.quantizer.decoded_shape(tensor.inner)
 
 
 def _has_all_columns(tensor: QuantizedTensor) -> bool:
@@ -180,49 +174,34 @@ def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
 
 def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
-    if not tensor.quantizer.writes_codes_of(source.quantizer):
-        return False
-    if tensor.global_spec is None and source.global_spec is None:
-        return _copy_whole(tensor, source, non_blocking)
-    shared, other = tensor._shared, source._shared
-    layout, rows = tensor.quantizer.layout, matrix_shape(tensor)[0]
-    entries = layout.rows_per_entry
-    if not entries or any(getattr(source.inner, name) is None for name in entries):
+    shared, other, layout = tensor._shared, source._shared, tensor.quantizer.layout
+    in_parts = tensor.global_spec is not None or source.global_spec is not None
+    # What is left out is derived from these.
+    names = [*layout.rows_per_entry] or [name for name in layout.inner if "gemm" not in name]
+    if (
+        not tensor.quantizer.writes_codes_of(source.quantizer)
+        or not (layout.rows_per_entry if in_parts else is_all(tensor) and is_all(source))
+        or any(getattr(source.inner, name) is None for name in names)
+    ):
         return False
     if shared.first_row is None:
         _become_shard(tensor, source, non_blocking)
-    to, start = tensor._first_row, source._first_row
+    to, start, rows = tensor._first_row, source._first_row, matrix_shape(tensor)[0]
     waits = other.pending is not None or (shared.pending is not None and not is_all(tensor))
     if waits or (to - start) % layout.block:
         return False
     shared.pending = None
-    for name, step in entries.items():
-        targets, values = (
-            _columns_of(each, name)[first // step : -(-(first + rows) // step)]
-            for each, first in ((tensor, to), (source, start))
-        )
-        width = min(targets.shape[-1], values.shape[-1])
-        targets[..., :width].copy_(values[..., :width], non_blocking)
+    for name in names:
+        targets, values = _columns_of(tensor, name), _columns_of(source, name)
+        if in_parts:
+            step = layout.rows_per_entry[name]
+            targets = targets[to // step : -(-(to + rows) // step)]
+            values = values[start // step : -(-(start + rows) // step)]
+            width = min(targets.shape[-1], values.shape[-1])
+            targets, values = targets[..., :width], values[..., :width]
+        targets.copy_(values, non_blocking)
     _take_amax(tensor, source, non_blocking)
     _build_derived(every_row(tensor))
-    return True
-
-
-def _copy_whole(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
-    if source._shared.pending is not None or not (is_all(tensor) and is_all(source)):
-        return False
-    stored, values = tensor.inner.existing(), source.inner.existing()
-    # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
-    values = {n: values[n] if n in values else getattr(source, n) for n in stored}
-    derived = {name for name in stored if values[name] is None}
-    can_derive = tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
-    if derived and not can_derive:
-        return False
-    tensor._shared.pending = None
-    for name in stored.keys() - derived:
-        stored[name].copy_(values[name], non_blocking)
-    if derived:
-        _build_derived(tensor)
     return True
 
 
@@ -253,8 +232,7 @@ def _take_amax(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
 
 
 def _build_derived(tensor: QuantizedTensor) -> None:
-    """Write the inner tensors that can be derived from the others."""
-    if tensor.quantizer.layout.is_square:
+    if tensor.quantizer.layout.is_square and tensor.quantizer.rowwise:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 

@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """The inner tensors of a quantized tensor; None for those that its format does not have.
+    """The inner tensors of a quantized tensor, immutable; None for those that its format lacks.
 
-    Names are those of Transformer Engine. Scales of square blocks are the same for both directions
-    and are kept once, one per block, in ``block_scale_inv``. The two ``*_gemm_scale_inv`` are
-    swizzled copies of the scales, derived from those that everything else reads. A storage is
-    immutable, so its identity, or a weak reference to it, identifies the tensors.
+    Names are those of Transformer Engine. Scales of square blocks are kept once, one per block, in
+    ``block_scale_inv``. The two ``*_gemm_scale_inv`` are swizzled copies of the scales, derived
+    from those that everything else reads.
 
     Attributes:
         counter: An empty tensor that shares one version with all inner tensors, so that a step
-            reads one version instead of up to six; None if each inner tensor has its own version,
-            as after an exchange.
+            reads one version instead of up to six; None after an exchange.
         usage: The direction whose codes are decoded: rowwise, if it is stored.
         codes: The codes of that direction.
         present: The inner tensors that are not None.
@@ -62,10 +60,7 @@ class Storage:
 
     @classmethod
     def of(cls, inner: Mapping[str, Tensor]) -> Storage:
-        """A storage on the memory of ``inner``, with one shared version.
-
-        No other code may use these tensors.
-        """
+        """A storage on the memory of ``inner``, which it takes over, with one shared version."""
         with _aliases_share_versions():
             counter = torch.empty(0, device=next(iter(inner.values())).device)
             counted = {name: counter.detach() for name in inner}
@@ -99,10 +94,7 @@ STORAGE_NAMES = tuple(Storage.__annotations__)
 
 
 def _aliases_share_versions() -> Any:
-    """A guard under which new aliases share the version of their base, as in user code.
-
-    Operators on quantized tensors run below ADInplaceOrView, the dispatch key that shares versions.
-    """
+    # Operators on quantized tensors run below ADInplaceOrView, the key that shares versions.
     excluded = torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(
         torch._C._dispatch_tls_local_include_set(),
@@ -157,18 +149,17 @@ class SharedStorage:
         tensors: The inner tensors; replaced as a whole when one of them is exchanged.
         global_spec: The tensor that this is a shard of, or None.
         parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
-        rows: Number of rows of the stored matrix that hold values; None for all of them. Without a
-            ``global_spec``, it is a copy of a slice then.
+        rows: Rows of the stored matrix that hold values; None for all. A copy of a slice has some,
+            and no ``global_spec``.
         first_row: Index of the first such row; None for a shard that has not been written yet.
-        pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
-            on rows of other ranks, or of the tensor that they were copied from.
+        pending: Plain values [rows, cols] that wait for rows that share scales with them.
         init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
             the meta device if the next value that is written is to be kept.
         stepped_by: What lives as long as the optimizers that keep masters of the weight. While one
             does, values that other code writes are kept as ``init_val``.
         left: What the last step has left, as a quantized tensor, once other code has written, or
-            the rounded master that was loaded before the weight. Plain values that are equal bring
-            its bytes back, and so the master. Kept until the next step.
+            the rounded master that was loaded before the weight; kept until the next step. Equal
+            plain values bring its bytes back, and so the master.
         unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
         is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
         name: The name of the parameter in its model, for error messages.
@@ -191,10 +182,8 @@ class SharedStorage:
     is_copy: bool = False
     parallel: Any = None
 
-    # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
-    # checkpoints also move tensors in containers to the CPU, which __deepcopy__ could not do.
-    # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
-    # that need them.
+    # pickle, copy.deepcopy and asynchronous checkpoints, which move tensors in containers to the
+    # CPU, copy with these two methods. QuantizedTensor adds init_val to copies that need it.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"pending": self.pending, "parallel": None, "is_copy": False}
         inner = self.tensors.existing()

@@ -63,18 +63,12 @@ def _transposed(codes: Tensor, bits: int) -> Tensor:
 
 def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
-    kind = type(tensor).__name__
-    quantizer = getattr(tensor, "quantizer", None)
-    if quantizer is None:
-        raise ValueError(
-            f"{name}[{i}] must be a quantized tensor to build columnwise data from rowwise data, "
-            f"got a {kind}; quantize_model makes such parameters"
-        )
+    quantizer = tensor.quantizer
     if quantizer.columnwise and not (quantizer.layout.is_square and quantizer.rowwise):
         raise ValueError(
             f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
-            f"got a {kind} with {quantizer}; make it with two_dimensional=True and rowwise=True if "
-            "its format has square blocks, else quantize both directions from the values"
+            f"got a {type(tensor).__name__} with {quantizer}; set two_dimensional=True and "
+            "rowwise=True if its format has square blocks, else quantize both directions"
         )
 
 
