@@ -12,7 +12,6 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.state_dict import TENSOR_NAMES
 from fp4adam.optim.target import State, Targets
-from fp4adam.tensors.fingerprint import version
 
 CHUNK_BYTES = 2**28  # of FP32 states that a chunk is filled up to
 _BYTES_PER_ELEMENT = 12
@@ -97,29 +95,24 @@ class OffloadedEngine(Engine):
 
     def step_part(self, part: Engine, signals: Signals) -> None:
         link, chunk = self._link(part.device), self._chunks.get(part)
-        if chunk is None or not chunk.holds(part.params, self.states):
+        own = {param: self.states[param] for param in part.params if param in self.states}
+        is_kept = chunk is not None and chunk.holds(own)
+        if is_kept:
+            self._make_room(chunk)
+            part.states = chunk.staged(own)
+            link.copy_in(chunk)
+        else:
             link.wait()
             part.drop_plan()
-            found = [param for param in part.params if param in self.states]
-            part.states = {p: _moved(p, self.states[p], local(p).device) for p in found}
-            try:
-                part.step(signals)
-            finally:
-                self._keep(part, link)
-            return
-        self._take_buffer(chunk, link)
-        part.states = chunk.staged(link.buffers[chunk.number], self.states)
-        if chunk.was_written():
-            part.drop_plan()
-        link.copy_in(chunk)
+            part.states = {p: _moved(p, state, part.device) for p, state in own.items()}
         try:
             part.step(signals)
         finally:
-            if chunk.is_staged(part.states):
+            if is_kept and chunk.is_staged(part.states):
                 link.copy_out(chunk)
                 for param, state in part.states.items():
                     self.states[param].update(_others(state))
-            else:  # a master has restarted, for one
+            else:  # states are new, or those of others, or a master has restarted
                 self._keep(part, link)
 
     def _keep(self, part: Engine, link: "Link") -> None:
@@ -128,15 +121,11 @@ class OffloadedEngine(Engine):
         self._chunks.pop(part, None)
         link.wait()
         try:
-            chunk = _Chunk(link, new)
+            self._chunks[part] = chunk = _Chunk(link, new)
         except BaseException:
-            # Not in a buffer, until the next step tries again.
-            for param, state in new.items():
-                copies = {n: v.clone() for n, v in state.items() if _is_offloaded(n, v)}
-                self.states[param] = {**state, **copies}
+            self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
         self.states |= chunk.on_host(new)
-        self._chunks[part] = chunk
         self._let_go(part)
 
     def _let_go(self, part: Engine) -> None:
@@ -144,15 +133,20 @@ class OffloadedEngine(Engine):
         self.targets.unbind(part.states)
         part.states = {}
 
-    def _take_buffer(self, chunk: "_Chunk", link: "Link") -> None:
-        """Give a chunk without a buffer one, and all chunks new ones if it fits into neither."""
-        if chunk.number is None and not link.has_space(chunk):
-            link.wait()
-            alike = {part: each for part, each in self._chunks.items() if each.link is link}
-            for part, each in alike.items():  # which keep the old buffers alive
-                each.leave_buffer()
-                self._let_go(part)
-            link.make_buffers([*alike.values()])
+    def _make_room(self, chunk: "_Chunk") -> None:
+        """Make new buffers for all chunks of a link if one of them does not fit into its buffer."""
+        link = chunk.link
+        if chunk.nbytes <= len(link.buffers[chunk.number]):
+            return
+        link.wait()
+        alike = {part: each for part, each in self._chunks.items() if each.link is link}
+        for part, each in alike.items():  # which keep the old buffers alive
+            each.leave_buffer()
+            self._let_go(part)
+        link.buffers = [torch.empty(0, device="cpu")] * 2
+        for number in range(2):
+            sizes = [each.nbytes for each in alike.values() if each.number == number]
+            link.buffers[number] = link.empty(max(sizes, default=0))
 
     def _link(self, device: torch.device) -> "Link":
         if device not in self._links:
@@ -196,11 +190,17 @@ def _others(state: State) -> State:
 
 
 def _moved(param: Tensor, state: State, device: torch.device | str) -> State:
-    def move(value: Tensor) -> Tensor:
-        own = local(value).to(device)
-        return like(param, own) if is_dtensor(value) else own
+    """A copy of a state on a device."""
+    copies = {
+        name: _like(param, value, local(value).to(device, copy=True))
+        for name, value in state.items()
+        if _is_offloaded(name, value)
+    }
+    return {**state, **copies}
 
-    return {n: move(value) if _is_offloaded(n, value) else value for n, value in state.items()}
+
+def _like(param: Tensor, value: Tensor, own: Tensor) -> Tensor:
+    return like(param, own) if is_dtensor(value) else own  # scales are none
 
 
 def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
@@ -213,19 +213,22 @@ def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _are_same(found: dict, expected: dict) -> bool:
-    """True if both have the same objects under the same keys."""
-    return found.keys() == expected.keys() and all(found[k] is v for k, v in expected.items())
+def _marks(entries: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str], tuple]:
+    """What tells whether tensors are the same, in the same memory, and unwritten."""
+    return {
+        key: (id(value), local(value).data_ptr(), value._version, local(value)._version)
+        for key, value in entries.items()
+    }
 
 
 class _Chunk:
-    """Copies of the states of some parameters in one block of pinned memory.
+    """The states of some parameters in one block of pinned memory.
 
     Attributes:
         link: The link to the GPU.
         nbytes: Size of the block.
         block: The block, uint8.
-        number: The buffer of the link that it moves to, or None.
+        number: The buffer of the link that it moves to.
         staged_block: Its bytes in the buffer, uint8.
 
     Raises:
@@ -233,12 +236,12 @@ class _Chunk:
     """
 
     def __init__(self, link: "Link", states: dict[Tensor, State]) -> None:
-        self.link, self.nbytes = link, 0
-        self._params, self._starts = [*states], []
+        self.link, self.nbytes, self._starts = link, 0, []
         values = _entries(states)
         for value in values.values():
             self._starts.append(self.nbytes)
             self.nbytes += -(-local(value).nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.number = link.next_number(self.nbytes)
         memory = _pinned(link, self.nbytes, self)
         self.block = _tensor(memory, 0, self.nbytes, torch.uint8)
         self._host: dict[tuple[Tensor, str], Tensor] = {}
@@ -248,23 +251,9 @@ class _Chunk:
             # A storage of its own, so that saving or copying it does not take the block.
             host = _tensor(memory, start, own.nbytes, own.dtype)
             host = host.as_strided(own.shape, own.stride()).copy_(own)
-            self._host[key] = like(key[0], host) if is_dtensor(value) else host
-        self._addresses = self._read_addresses()
-        self._versions = self._read_versions()
-        self.number: int | None = None
+            self._host[key] = _like(key[0], value, host)
+        self._known = _marks(self._host)
         self.leave_buffer()
-
-    def _read_addresses(self) -> list[int]:
-        return [local(value).data_ptr() for value in self._host.values()]
-
-    def _read_versions(self) -> list[int]:
-        values = self._host.values()
-        return [*map(version, values), *map(version, map(local, values))]
-
-    def was_written(self) -> bool:
-        """True if other code has written to the tensors on the host since the last call."""
-        before, self._versions = self._versions, self._read_versions()
-        return before != self._versions
 
     def on_host(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
         """``states`` with the tensors on the host."""
@@ -273,37 +262,36 @@ class _Chunk:
             found[param][name] = value
         return found
 
-    def holds(self, params: Iterable[Tensor], states: dict[Tensor, State]) -> bool:
-        """True if ``states`` has the tensors on the host for the parameters, and no others."""
-        found = {param: states[param] for param in params if param in states}
-        is_same = found.keys() == {*self._params} and _are_same(_entries(found), self._host)
-        return is_same and self._read_addresses() == self._addresses
+    def holds(self, states: dict[Tensor, State]) -> bool:
+        """True if states have the tensors on the host, unwritten by others, and no others."""
+        return _marks(_entries(states)) == self._known
 
-    def staged(self, buffer: Tensor, states: dict[Tensor, State]) -> dict[Tensor, State]:
-        """The states as views of a buffer; the same objects as at the last step."""
+    def staged(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
+        """The states as views of the buffer; the same objects as at the last step."""
         if not self._staged:
             # Two aliases with versions of their own: copies are no foreign writes, and chunks that
             # take turns do not count each other's.
+            buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
-            self._staged = {param: {} for param in self._params}
+            self._staged = {param: {} for param in states}
             for start, ((param, name), value) in zip(self._starts, self._host.items(), strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())
-                self._staged[param][name] = like(param, view) if is_dtensor(value) else view
-            self._views = _entries(self._staged)
+                self._staged[param][name] = _like(param, value, view)
+            self._views = {key: id(view) for key, view in _entries(self._staged).items()}
         for param, state in self._staged.items():
             state.update(_others(states[param]))
         return self._staged
 
     def is_staged(self, states: dict[Tensor, State]) -> bool:
         """True if these are the states of :meth:`staged`, stepped in place."""
-        return _are_same(_entries(states), self._views)
+        return {key: id(value) for key, value in _entries(states).items()} == self._views
 
     def leave_buffer(self) -> None:
         """Drop all views of the buffer."""
         self.staged_block = self.block[:0]
-        self._views: dict[tuple[Tensor, str], Tensor] = {}
+        self._views: dict[tuple[Tensor, str], int] = {}
         self._staged: dict[Tensor, State] = {}
 
 
@@ -335,16 +323,18 @@ class Link:
 
     Attributes:
         buffers: The buffers, uint8.
+        pinned_bytes: Size of the host memory that is pinned.
 
     Raises:
         RuntimeError: If the device is the host.
     """
 
+    pinned_bytes = 0
+
     def __init__(self, device: torch.device) -> None:
-        self.buffers: list[Tensor] = []
+        self.buffers = [torch.empty(0, device="cpu")] * 2
         self._last = 0
         self._free: list[Any] = [None, None]  # the events after which buffers may be written
-        self.pinned_bytes = 0
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
@@ -356,24 +346,10 @@ class Link:
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def has_space(self, chunk: _Chunk) -> bool:
-        """Give a chunk one of the buffers, if it fits."""
-        for number in (1 - self._last, self._last) if self.buffers else ():
-            if chunk.nbytes <= len(self.buffers[number]):
-                chunk.number = self._last = number
-                return True
-        return False
-
-    def make_buffers(self, chunks: list[_Chunk]) -> None:
-        """Make new buffers for chunks, which take turns; few that are large share the first."""
-        sizes = sorted(chunk.nbytes for chunk in chunks)
-        usual = sizes[sum(2 * seen < sum(sizes) for seen in accumulate(sizes))]
-        self.buffers = []  # frees the old ones first
-        for chunk in chunks:
-            chunk.number = self._last = 0 if chunk.nbytes > usual else 1 - self._last
-        for number in range(2):
-            own = [chunk.nbytes for chunk in chunks if chunk.number == number]
-            self.buffers.append(self.empty(max(own, default=0)))
+    def next_number(self, nbytes: int) -> int:
+        """The buffer of a new chunk: they take turns, but large ones share the first."""
+        self._last = 0 if nbytes > CHUNK_BYTES else 1 - self._last
+        return self._last
 
     def copy_in(self, chunk: _Chunk) -> None:
         """Copy a chunk to its buffer, and make the current stream wait for it."""

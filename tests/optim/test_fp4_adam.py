@@ -34,6 +34,7 @@ from helpers import (
     train,
 )
 from step_reference import GROUP, adamw_
+from waits import refusing_waits
 
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
@@ -279,24 +280,26 @@ every_kind = pytest.mark.parametrize(
 
 @needs_cuda
 @every_kind
-def test_step_allocates_next_to_nothing(quantizer: Quantizer | None, device: str) -> None:
+def test_a_step_waits_for_nothing_allocates_next_to_nothing_and_launches_little(
+    quantizer: Quantizer | None, device: str
+) -> None:
     optimizer = _large_problem(quantizer, device)
-    for _ in range(3):
+    found_inf = torch.zeros(1, device=device)
+
+    def step() -> None:
+        optimizer.grad_scale, optimizer.found_inf = found_inf + 1, found_inf
+        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+
+    for _ in range(3):
+        step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    optimizer.step()
+    with refusing_waits():
+        step()
     assert torch.cuda.max_memory_allocated() - before <= 2**20
     assert torch.cuda.memory_allocated() - before <= 2**16
-
-
-@needs_cuda
-@every_kind
-def test_step_has_a_constant_number_of_launches(quantizer: Quantizer | None, device: str) -> None:
-    optimizer = _large_problem(quantizer, device)
-    for _ in range(3):
-        optimizer.step()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
@@ -306,6 +309,23 @@ def test_step_has_a_constant_number_of_launches(quantizer: Quantizer | None, dev
     on_device = [e.name for e in events if e.device_type.name == "CUDA"]
     kernels = [name for name in on_device if not name.startswith(("Memcpy", "Memset"))]
     assert 1 <= len(kernels) <= 4, kernels
+
+
+@needs_cuda
+@every_recipe
+def test_the_first_step_compiles_all_that_others_need(quantizer: Quantizer, device: str) -> None:
+    import triton
+
+    params = [make_weight(quantizer, device, (96, 64), seed=i) for i in range(3)]
+    optimizer = FP4Adam(params)
+    compiled: list[str] = []
+    take_steps(optimizer, [0])
+    triton.knobs.runtime.jit_post_compile_hook = lambda *_, fn, **__: compiled.append(fn.name)
+    try:
+        take_steps(optimizer, range(1, 4))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
 
 
 @needs_cuda

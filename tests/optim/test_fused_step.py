@@ -131,20 +131,6 @@ def test_float8_blocks_of_odd_sizes_have_the_bits_of_the_torch_path(shapes, lr, 
     assert_identical(*results)
 
 
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, dict(amsgrad=True, maximize=True)], ids=str)
-def test_fused_step_of_plain_parameters_gives_the_bits_of_the_torch_path(
-    dtype, master_weights, options, choose_path
-):
-    shapes = [(1024,), (3, 5), (2049,), (64, 64)]
-    results = []
-    for kernel in (True, False):
-        params = make_params(None, shapes, dtype, choose_path(kernel))
-        results.append(written(train(params, master_weights=master_weights, **options)))
-    assert_identical(*results)
-
-
 @pytest.mark.parametrize("two_dimensional", [True, False])
 def test_a_tensor_with_a_narrow_master_is_written_again(two_dimensional, choose_path):
     """Its largest weight grows in a tile of small ones, where the preview does not look."""
@@ -187,25 +173,6 @@ def test_extreme_gradients_give_the_bits_of_the_torch_path(choose_path):
             ]
             results.append(codes)
         assert_identical(*results)
-
-
-def test_strided_and_unaligned_tensors_are_stepped(choose_path):
-    results = []
-    for kernel in (True, False):
-        where = choose_path(kernel)
-        base = torch.arange(120.0).view(10, 12).to(where)
-        params = [
-            torch.nn.Parameter(base.clone().t()),
-            torch.nn.Parameter(base.clone()[:, ::2]),
-            torch.nn.Parameter(base.clone().view(-1)[1:101]),
-        ]
-        optimizer = FP4Adam(params, lr=1e-2)
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.ones_like(param).contiguous()
-            optimizer.step()
-        results.append(written(optimizer))
-    assert_identical(*results)
 
 
 @settings(max_examples=6, deadline=None)

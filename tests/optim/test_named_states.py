@@ -21,6 +21,7 @@ from helpers import (
     assert_same_training,
     random,
     set_grads,
+    take_steps,
 )
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
@@ -44,13 +45,8 @@ def weights(device="cpu") -> list[Parameter]:
     return [quantized, Parameter(random((5, 32), 1, device).bfloat16())]
 
 
-def step(optimizer, seed):
-    for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
-            param.grad = random(tuple(param.shape), 100 * seed + i, str(param.device)).to(
-                param.dtype
-            )
-    optimizer.step()
+def step(optimizer, *seeds):
+    take_steps(optimizer, seeds)
 
 
 # TE's example seeds masters by hand, in this order.
@@ -121,34 +117,22 @@ def test_states_are_read_and_written_in_fp32(stored, device):
     assert optimizer.state[params[0]]["step"] == 2
 
 
-def test_a_written_parameter_stays_written_when_a_moment_is_set(device):
-    optimizers = []
-    for sets in (False, True):
-        params = weights(device)
-        optimizer = FP4Adam(params, lr=1e-2)
-        step(optimizer, 0)
-        for param in params:
-            with torch.no_grad():
-                param.copy_(random(tuple(param.shape), 5, device))
-            if sets:
-                value = optimizer.get_unscaled_state(param, "exp_avg").clone()
-                optimizer.set_scaled_state(param, "exp_avg", value)
-        step(optimizer, 1)
-        optimizers.append(optimizer)
-    assert_same_training(*optimizers)
-
-
-def test_a_master_that_is_set_after_its_parameter_was_written_holds(device):
+@pytest.mark.parametrize("name", ["exp_avg", "master_param"])
+def test_states_that_are_set_after_parameters_were_written(name, device):
+    """A parameter stays written when a moment is set; a master that is set holds."""
     params = weights(device)
-    optimizer = FP4Adam(params, lr=0.0)
+    optimizer = FP4Adam(params, lr=1e-30)
     step(optimizer, 0)
-    masters = [random(tuple(param.shape), 6, device) for param in params]
-    for param, master in zip(params, masters, strict=True):
+    given = [random(tuple(param.shape), 6, device) for param in params]
+    for param, value in zip(params, given, strict=True):
         with torch.no_grad():
             param.copy_(random(tuple(param.shape), 5, device))
-        optimizer.set_scaled_state(param, "master_param", master)
+        optimizer.set_scaled_state(param, name, value)
     step(optimizer, 1)
-    assert_identical([optimizer.state[param]["master_param"] for param in params], masters)
+    masters = [optimizer.state[param]["master_param"] for param in params]
+    assert_identical(
+        masters[0], given[0] if name == "master_param" else random((64, 96), 5, device)
+    )
 
 
 def test_remainders_and_fp32_parameters(device):
@@ -182,13 +166,11 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
     optimizer.step()
     for param in params:
         assert [*optimizer.state[param]] == [*NAMES] and len(optimizer.state[param]) == 3
-    state = optimizer.state[params[0]]
-    assert state["master_param"].data_ptr() == params[0].data_ptr()
+    assert optimizer.state[params[0]]["master_param"].data_ptr() == params[0].data_ptr()
     states = [*optimizer.state.values()]
     for copies in (copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))):
         assert_identical([*map(dict, copies.values())], [*map(dict, states)])
     saved = [{k: optimizer.get_unscaled_state(p, k).clone() for k in NAMES} for p in params]
-    assert saved[0]["master_param"].dtype == torch.float32
     assert "master_param" not in optimizer.state_dict()["state"][0]
 
     # States without values come first, alike for all parameters.
@@ -205,16 +187,16 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
     for param, state in zip(others, saved, strict=True):
         for name, value in state.items():
             other.set_scaled_state(param, name, value)
-    for both in ((optimizer, params), (other, others)):
-        set_grads(both[1], 1, dtype=torch.float32)
-        both[0].step()
+    for one, own in ((optimizer, params), (other, others)):
+        set_grads(own, 1, dtype=torch.float32)
+        one.step()
     assert all(torch.equal(*pair) for pair in zip(params, others, strict=True))
 
-    # Transformer Engine saves the value that such a parameter had at first.
+    # Transformer Engine saves the value that such a parameter had at first; one that was rounded
+    # takes the unrounded value.
     before = others[0].clone()
     other.set_scaled_state(others[0], "master_param", torch.ones_like(before))
     assert torch.equal(others[0], before)
-    # One that was rounded takes the unrounded value.
     others[0].data.copy_(before.bfloat16())
     other.set_scaled_state(others[0], "master_param", before)
     assert torch.equal(others[0], before)
@@ -252,16 +234,12 @@ def test_misuse_changes_nothing(call, match):
 
 def test_parameters_without_masters_have_none_to_set():
     param = weights()[1]
-    options = {"master_weights": False, "store_param_remainders": False}
-    optimizer = FusedAdam([param], **options)
-    for call in (
-        lambda: optimizer.get_unscaled_state(param, "master_param"),
-        lambda: optimizer.set_scaled_state(param, "master_param", param.float()),
-    ):
-        with pytest.raises(
-            ValueError, match="parameter without a master, got master_weights=False"
-        ):
-            call()
+    optimizer = FusedAdam([param], master_weights=False, store_param_remainders=False)
+    words = "parameter without a master, got master_weights=False"
+    with pytest.raises(ValueError, match=words):
+        optimizer.get_unscaled_state(param, "master_param")
+    with pytest.raises(ValueError, match=words):
+        optimizer.set_scaled_state(param, "master_param", param.float())
 
 
 # Checkpoints of Transformer Engine
@@ -281,45 +259,29 @@ def load_as_te_does(state_dict: dict) -> dict:
     return states
 
 
+@pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_checkpoints_go_to_transformer_engine_and_back(recipe, device):
+def test_checkpoints_go_to_transformer_engine_and_back(recipe, remainders, device):
     def build():
         value = random((64, 96), 0, device).bfloat16()
         if recipe is not None:
             value = RECIPES[recipe].quantize(value)
-        return FusedAdam([Parameter(value)], lr=1e-2)
+        return FusedAdam([Parameter(value)], lr=1e-2, store_param_remainders=remainders)
 
     first, second = build(), build()
-    for seed in range(3):
-        step(first, seed)
+    step(first, 0, 1, 2)
     saved = first.state_dict()
     assert saved["param_groups"][0]["step"] == 3
-    states = load_as_te_does(saved)
-    assert states[0].keys() == set(NAMES)
+    if not remainders:
+        assert load_as_te_does(saved)[0].keys() == set(NAMES)
     with torch.no_grad():
-        own, others = (o.param_groups[0]["params"][0] for o in (second, first))
+        own, others = (all_params(optimizer)[0] for optimizer in (second, first))
         own.copy_(others)
     second.load_state_dict(saved)
     for optimizer in (first, second):
         step(optimizer, 3)
     assert_identical(first.state_dict()["state"], second.state_dict()["state"])
     assert_identical(own.detach().float(), others.detach().float())
-
-
-def test_a_remainder_checkpoint_of_transformer_engine_is_not_taken_for_weights(device):
-    def build():
-        param = Parameter(random((4, 32), 0, device).bfloat16())
-        return FusedAdam([param], lr=1e-2, store_param_remainders=True)
-
-    first, second = build(), build()
-    step(first, 0)
-    saved = first.state_dict()
-    with torch.no_grad():
-        second.param_groups[0]["params"][0].copy_(first.param_groups[0]["params"][0])
-    second.load_state_dict(saved)
-    for optimizer in (first, second):
-        step(optimizer, 1)
-    assert_identical(first.state_dict()["state"], second.state_dict()["state"])
 
 
 def test_a_parameter_with_a_count_of_its_own_keeps_it():
@@ -343,8 +305,7 @@ def test_a_parameter_with_a_count_of_its_own_keeps_it():
 def narrow_pair(device="cpu", **options):
     params = weights(device)
     optimizer = FusedAdam([{"params": params}, {"params": []}], lr=1e-2, **options)
-    for seed in range(3):
-        step(optimizer, seed)
+    step(optimizer, 0, 1, 2)
     return optimizer, params
 
 
@@ -379,24 +340,17 @@ def test_the_keyword_of_transformer_engine_gives_its_layout():
                 assert ("step" in {*state}) is not shows_te
 
 
-def test_remainders_are_the_master_of_a_state(device):
-    optimizer, params = narrow_pair(device, store_param_remainders=True)
-    assert set(optimizer.state[params[1]]) == set(NAMES)
-    assert optimizer.state[params[1]]["master_param"].dtype == torch.int16
-    assert optimizer.state_dict()["state"][1]["master_param"].dtype == torch.int16
-
-
 def test_groups_count_steps():
-    optimizer, params = narrow_pair()
+    optimizer, params = narrow_pair()  # with an empty group
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     assert all(type(group["step"]) is int for group in optimizer.param_groups)
+    saved = optimizer.state_dict()
+    assert [group["step"] for group in saved["param_groups"]] == [3, 3]
     for group in optimizer.param_groups:
         group["step"] = 7
     assert [optimizer.state[param]["step"] for param in params] == [7, 7]
-    assert [group["step"] for group in optimizer.param_groups] == [7, 7]
     step(optimizer, 0)
     assert [group["step"] for group in optimizer.param_groups] == [8, 8]
-    assert [optimizer.state[param]["step"] for param in params] == [8, 8]
     optimizer.param_groups[0]["step"] = -1
     with pytest.raises(ValueError, match="step of a group must be a number >= 0, got -1"):
         optimizer.step()
@@ -404,31 +358,25 @@ def test_groups_count_steps():
     copied = copy.deepcopy(optimizer)
     step(copied, 0)
     assert copied.param_groups[0]["step"] == 9 and optimizer.param_groups[0]["step"] == 8
-    split = FusedAdam([{"params": [param]} for param in weights()])
-    assert "step" not in split.state_dict()["param_groups"][0]
-    step(split, 0)
-    for group, count in zip(split.param_groups, (5, 7), strict=True):
-        group["step"] = count
-    assert [split.state[group["params"][0]]["step"] for group in split.param_groups] == [5, 7]
     # A count that the device has taken back.
     optimizer.found_inf = torch.ones(1)
     step(optimizer, 0)
     assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
+    optimizer.load_state_dict(saved)
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
 
 
-def test_an_empty_group_counts_with_the_others():
+def test_groups_count_apart_and_those_without_a_count_show_the_largest():
     params = weights()
-    optimizer = FusedAdam([{"params": params}, {"params": []}])
-    for seed in range(3):
-        step(optimizer, seed)
-    saved = optimizer.state_dict()
-    for groups in (optimizer.param_groups, saved["param_groups"]):
-        assert [group["step"] for group in groups] == [3, 3]
-    resumed = FusedAdam([{"params": params}, {"params": []}])
-    resumed.load_state_dict(saved)
-    assert [group["step"] for group in resumed.param_groups] == [3, 3]
-    step(resumed, 3)
-    assert [group["step"] for group in resumed.param_groups] == [4, 4]
+    optimizer = FusedAdam([{"params": [param]} for param in params] + [{"params": []}])
+    assert "step" not in optimizer.state_dict()["param_groups"][0]
+    step(optimizer, 0)
+    params[1].grad = None
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
+    for group, count in zip(optimizer.param_groups, (5, 7), strict=False):
+        group["step"] = count
+    assert [optimizer.state[param]["step"] for param in params] == [5, 7]
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -463,15 +411,6 @@ def test_states_go_from_one_layout_to_the_other_and_back(options, compact):
     step(straight, 9)
     step(moved, 9)
     assert_same_training(straight, moved)
-
-
-def test_a_group_without_a_count_shows_the_largest():
-    params = weights()
-    optimizer = FusedAdam([{"params": params[:1]}, {"params": params[1:]}, {"params": []}])
-    step(optimizer, 0)
-    params[1].grad = None
-    optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
 
 
 def test_states_are_a_dictionary_to_others():
@@ -549,7 +488,8 @@ def test_states_that_megatron_allocates_are_taken():
 
 
 def test_a_grad_scaler_can_be_passed_to_the_step():
-    def run(direct: bool) -> list:
+    found = []
+    for direct in (True, False):
         param = Parameter(random((8, 8), 0))
         optimizer, scaler = FusedAdam([param], lr=1e-2), torch.amp.GradScaler("cpu", init_scale=8.0)
         for value in (1.0, float("inf"), 2.0):
@@ -557,11 +497,8 @@ def test_a_grad_scaler_can_be_passed_to_the_step():
             optimizer.step(grad_scaler=scaler) if direct else scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return [param.detach(), optimizer.state_dict()["state"], scaler.get_scale()]
-
-    assert_identical(run(True), run(False))
-    optimizer = FusedAdam([weights()[1]])
-    optimizer.step(grad_scaler=None)
+        found.append([param.detach(), optimizer.state_dict()["state"], scaler.get_scale()])
+    assert_identical(*found)
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     assert optimizer.step(lambda: 3.0, grad_scaler=disabled) == 3.0
     with pytest.raises(TypeError, match="unexpected keyword argument 'grad_scalar'"):

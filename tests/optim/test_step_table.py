@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -47,6 +47,7 @@ from fp4adam import (
 from fp4adam.optim.te_layout import stored_state
 from fp4adam.tensors import backend
 from helpers import WithGradient, addresses, assert_identical, random, through_a_file
+from late_link import LateLink, offload_to
 from step_reference import Cell, Oracle, quantize
 
 QUANTIZERS = {  # by the names in format_reference
@@ -139,10 +140,14 @@ CASES = {
 
 
 class Run:
-    """A model with two quantized weights, a BF16 and an FP32 parameter, and its optimizer."""
+    """A model with two quantized weights, a BF16 and an FP32 parameter, and its optimizer.
 
-    def __init__(self, case: Case, device: str) -> None:
-        self.case, self.device = case, device
+    Args:
+        path: One of ``PATHS``.
+    """
+
+    def __init__(self, case: Case, device: str, path: str) -> None:
+        self.case, self.device, self.path = case, device, path
         self.model = nn.Module()
         for i, shape in enumerate(case.shapes):
             start = random(shape, i, device, scale=0.1).bfloat16()
@@ -155,8 +160,9 @@ class Run:
         self.optimizer = self.optimizer_of(self.params)
 
     def optimizer_of(self, params: list[Parameter]) -> FP4Adam:
+        options = self.case.arguments | dict(offload_states=self.path == "offload")
         groups = [self.params[:2]] if self.case.sharing else None
-        return FP4Adam(params, scale_groups=groups, **self.case.arguments)
+        return FP4Adam(params, scale_groups=groups, **options)
 
     @property
     def params(self) -> list[Parameter]:
@@ -181,8 +187,21 @@ class Run:
         return getattr(self.params[i], "grad" if self.case.grad_dtype is None else "decoupled_grad")
 
     def step(self, grads: list[Tensor | None]) -> None:
-        self.set_grads(grads)
+        if self.path == "release":
+            self.release(grads)
+        else:
+            self.set_grads(grads)
         self.optimizer.step()
+
+    def release(self, grads: list[Tensor | None]) -> None:
+        """The optimizer, or a copy of one, steps parameters in their backward passes."""
+        if not self.optimizer._is_releasing:
+            self.optimizer.enable_gradient_release()
+        self.optimizer.zero_grad()
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None:
+                WithGradient.apply(param, grad.to(self.device)).backward()
+        self.left = [param for param in self.params if param.grad is not None]
 
     def states(self) -> list[dict[str, Tensor]]:
         """As they are stored, once there have been steps."""
@@ -366,36 +385,20 @@ def refused_states(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @move
-def release(run: Run, oracle: Oracle, seed: int) -> None:
-    """Each parameter is stepped in the backward pass."""
-    if run.case.grad_dtype is not None:
-        pytest.skip("gradients are released as backward passes make them")
-    handle = run.optimizer.enable_gradient_release()
-    grads = run.grads(seed)
-    run.optimizer.zero_grad()
-    for param, grad in zip(run.params, grads, strict=True):
-        WithGradient.apply(param, grad.to(run.device)).backward()
-    assert all(param.grad is None for param in run.params)
-    run.optimizer.step()
-    handle.remove()
-    oracle.step(grads)
-
-
-@move
 def release_that_fails(run: Run, oracle: Oracle, seed: int) -> None:
     """What the backward pass has reached is stepped; the rest is as it was."""
     if run.case.grad_dtype is not None:
         pytest.skip("gradients are released as backward passes make them")
-    handle = run.optimizer.enable_gradient_release()
-    grads, failing = run.grads(seed), seed % 4
-    run.optimizer.zero_grad()
-    for param, grad in zip(run.params[:failing], grads, strict=False):
-        WithGradient.apply(param, grad.to(run.device)).backward()
+    released, failing = run.path == "release", seed % 4
+    handle = None if released else run.optimizer.enable_gradient_release()
+    grads = run.grads(seed)
+    run.release([grad if i < failing else None for i, grad in enumerate(grads)])
     with pytest.raises(RuntimeError, match="out of memory"):
         WithGradient.apply(run.params[failing], None).backward()
     run.optimizer.zero_grad()
     run.optimizer.step()
-    handle.remove()
+    if handle is not None:
+        handle.remove()
     stepped = 0 if failing < run.case.sharing else failing
     oracle.step([grad if i < stepped else None for i, grad in enumerate(grads)])
 
@@ -690,7 +693,7 @@ def resumed(run: Run, oracle: Oracle, seed: int, compact: bool, model_first: boo
     """In a new process, with other weights: model and optimizer are loaded in either order."""
     save = run.optimizer.compact_state_dict if compact else run.optimizer.state_dict
     model, state = through_a_file((run.model.state_dict(), save()))
-    fresh = Run(run.case, run.device)
+    fresh = Run(run.case, run.device, run.path)
     fresh.overwrite(values_of(fresh, oracle))
     loads = [
         lambda: fresh.model.load_state_dict(model),
@@ -715,7 +718,7 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
         pytest.skip("what narrow masters are to other bytes is for tests of their own")
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
     model, state = through_a_file((plain, run.optimizer.state_dict()))
-    fresh = Run(run.case, run.device)
+    fresh = Run(run.case, run.device, run.path)
     fresh.model.load_state_dict(model)
     fresh.optimizer.load_state_dict(state)
     run.model, run.optimizer = fresh.model, fresh.optimizer
@@ -819,6 +822,7 @@ def steps(run: Run, oracle: Oracle) -> None:
     before = addresses(run.optimizer)
     both(run, oracle, 1, 2)
     assert addresses(run.optimizer) == before
+    assert run.path != "release" or not run.left
     assert run.params[0]._high_precision_init_val is None
 
 
@@ -885,65 +889,87 @@ def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], o
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 
 
+# Kernels and operators; states on the host, copied as late as may be; steps in backward passes.
+PATHS = ("operators", "kernels", "offload", "release")
+# A norm is known, and an overflow found, after the backward pass.
+NOT_RELEASED = (
+    "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+)  # fmt: skip
+
+
 def rows() -> list[Any]:
-    """Operators take each case through each scenario; quick kernels one or two cases."""
+    """All of the table; of slow kernels a case per scenario is quick, of the others some are."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
-            for path in ("operators", "kernels"):
-                quick = path == "operators" or (3 * i + j) % 12 == 0
-                marks = () if quick else pytest.mark.exhaustive
+            for path in PATHS:
+                if path == "release" and (CASES[case].grad_dtype or name in NOT_RELEASED):
+                    continue
+                turn = (5 * i + 7 * j) % len(CASES)
+                quick = turn < dict(operators=9, kernels=1, offload=2, release=3)[path]
+                marks = () if quick else [pytest.mark.exhaustive]
+                if path == "kernels" and turn > 3:
+                    marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
                     pytest.param(case, name, path, marks=marks, id=f"{name}-{case}-{path}")
                 )
     return found
 
 
+@contextlib.contextmanager
+def taking(path: str, device: str) -> Iterator[str]:
+    """The device of runs that take a path."""
+    kernels = path == "kernels"
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+        if path == "offload":
+            stack.enter_context(offload_to(LateLink(), 12 * 32 * 64))
+        yield device if kernels else "cpu"
+
+
 @pytest.mark.table
 @pytest.mark.parametrize(("case", "name", "path"), rows())
-def test_step(
-    case: str, name: str, path: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = path == "kernels"
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
-    run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
-    SCENARIOS[name](run, oracle)
-    assert_identical(run.contents(), oracle.contents())
+def test_step(case: str, name: str, path: str, device: str) -> None:
+    with taking(path, device) as where:
+        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
+        SCENARIOS[name](run, oracle)
+        assert_identical(run.contents(), oracle.contents())
 
 
 def check_programs(path: str, device: str, programs: int, number: int = 0) -> None:
     """Any moves with a step after each, of any case; other programs for each number."""
-    kernels = path == "kernels"
     moves = st.lists(
         st.tuples(st.sampled_from([*MOVES]), st.integers(0, 7)), min_size=2, max_size=8
     )
+    cases = [c for c in CASES if path != "release" or CASES[c].grad_dtype is None]
 
     @hypothesis.seed(number)
     @settings(max_examples=programs, deadline=None, database=None)
-    @given(case=st.sampled_from([*CASES]), moves=moves)
+    @given(case=st.sampled_from(cases), moves=moves)
     def check(case: str, moves: list[tuple[str, int]]) -> None:
-        run, oracle = Run(CASES[case], device if kernels else "cpu"), make_oracle(CASES[case])
+        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
         both(run, oracle, 0)
         for name, of_move in moves:
+            if path == "release" and name in NOT_RELEASED:
+                continue
             with contextlib.suppress(pytest.skip.Exception):  # it is not for this case
                 MOVES[name](run, oracle, of_move)
             both(run, oracle, of_move + 1)
         assert_identical(run.contents(), oracle.contents())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+    with taking(path, device) as where:
         check()
 
 
 # Some write values to copies of copies, as averages do.
 @pytest.mark.filterwarnings("ignore:values written to a copy of a model")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("path", "programs"),
-    [
-        ("operators", 60),
-        ("kernels", 4),
-        pytest.param("operators", 600, marks=pytest.mark.exhaustive),
-        pytest.param("kernels", 60, marks=pytest.mark.exhaustive),
+    [("operators", 10), ("kernels", 2), ("offload", 5), ("release", 5)]
+    + [
+        pytest.param(path, programs, marks=[pytest.mark.exhaustive, pytest.mark.nightly])
+        for path, programs in dict(operators=600, kernels=60, offload=100, release=100).items()
     ],
 )
 def test_programs(path: str, programs: int, device: str) -> None:
