@@ -30,10 +30,7 @@ _runs_kernels._dynamo_marked_constant = True
 
 
 def why_no_kernels(index: int | None) -> str | None:
-    """Why kernels cannot run on a device of torch's type "cuda", and what to do; None if they can.
-
-    ``index``: That of the device; None for the current one.
-    """
+    """Why kernels cannot run on this device of torch's type "cuda", and what to do, or None."""
     if torch.version.hip is not None:
         return "they have assembly of NVIDIA GPUs, and this is torch for ROCm; nothing can be done"
     if not torch.cuda.is_available():

@@ -87,10 +87,9 @@ def measure_blocks(
     grids: dict[str, Tensor],
     amax: Tensor | None,
 ) -> None:
-    """Write the amaxes of all blocks as of a span, and raise that of the tensor, if any.
+    """Write the amaxes of all blocks, by direction, and raise that of the tensor, if any.
 
-    ``x`` has the values of the span, which are rounded to ``dtype`` first; ``grids`` the amaxes by
-    direction, float32.
+    ``x`` has the values of the span, which are rounded to ``dtype`` first; all others are 0.
     """
     values = _around(x, span, dtype)
     for usage, grid in grids.items():
@@ -107,10 +106,10 @@ def write_codes(
     factors: dict[str, Tensor],
     targets: dict[str, FlatCodes],
 ) -> None:
-    """Write the codes of a span, in the directions of ``targets``.
+    """Write the codes of a span, in the directions of ``targets``; other nibbles are preserved.
 
     ``x`` has the values of the span, which are rounded to ``dtype`` first; ``factors`` map values
-    to codes, of all blocks by direction. Nibbles outside of the span are preserved.
+    to codes, of all blocks by direction.
     """
     layout, (rows, cols) = quantizer.layout, span.shape
     values, per_byte = _around(x, span, dtype), 8 // layout.code_type.bits
@@ -127,14 +126,12 @@ def write_codes(
 
 
 def _around(x: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """The matrix of a span, float32 and zero outside of it."""
     values = x.new_zeros(span.shape, dtype=torch.float32)
     values.view(-1)[span.start : span.stop] = x.detach().to(dtype).float()
     return values
 
 
 def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
-    """The codes of blocks as a matrix, uint8, one per byte."""
     if layout.scale_type is not None:
         factors = factors[:, None, :, None]
     scaled = (blocks * factors).flatten(2).flatten(0, 1)
@@ -142,7 +139,6 @@ def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
 
 
 def grid_shape(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
-    """The number of block rows and block columns of a matrix."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 

@@ -41,11 +41,9 @@ class Versions:
 class Mark:
     """The memory of one tensor, and how often it had been written.
 
-    Args:
-        memory: Identifies the memory: an object, or the address of a storage with the place and
-            the layout in it.
-        versioned: The tensors whose versions cover all writes.
-        alive: Keeps that address from being reused, without keeping the memory itself.
+    ``memory`` identifies the memory: an object, or the address of a storage with the place and the
+    layout in it. ``alive`` keeps that address from being reused, without keeping the memory itself.
+    The versions of ``versioned`` cover all writes.
     """
 
     def __init__(
@@ -76,32 +74,21 @@ class Mark:
 
     def is_same(self, other: "Mark | None") -> bool:
         """Whether the memory is neither written nor replaced between two marks."""
-        if other is None or self.memory != other.memory:
-            return False
         versions = self._versions()
-        return versions is not None and versions == other._versions()
+        is_there = other is not None and self.memory == other.memory and versions is not None
+        return is_there and versions == other._versions()
 
 
 class Column(NamedTuple):
-    """Tensors that are read in the same way.
+    """Tensors that are read in the same way."""
 
-    Attributes:
-        objects: Where they are read from.
-        read: The C function that reads one object; None for the objects themselves.
-        chained: Whether ``read`` returns several tensors.
-        then: A function of each tensor that is read, or None.
-        same: Whether they have to stay the same objects.
-        placed: Whether they have to keep memory and layout.
-        versioned: Whether they must not be written.
-    """
-
-    objects: list[Any]
-    read: Callable[[Any], Any] | None = None
-    chained: bool = False
-    then: Callable[[Any], Any] | None = None
-    same: bool = False
-    placed: bool = False
-    versioned: bool = False
+    objects: list[Any]  # where they are read from
+    read: Callable[[Any], Any] | None = None  # a C function of an object; None for objects alone
+    chained: bool = False  # whether it returns several tensors
+    then: Callable[[Any], Any] | None = None  # a function of each tensor that is read
+    same: bool = False  # whether they have to stay the same objects,
+    placed: bool = False  # to keep memory and layout,
+    versioned: bool = False  # or not to be written
 
 
 class Fingerprint:
@@ -118,7 +105,7 @@ class Fingerprint:
         self.record()
 
     def _read(self) -> tuple[list[Any], ...]:
-        """What has to stay the same, in place, or unwritten, or both of the latter."""
+        """What has to stay the same, in place, unwritten, or both of the latter."""
         found: tuple[list[Any], ...] = [], [], [], []
         for objects, read, chained, then, same, placed, versioned in self._columns:
             values = objects if read is None else map(read, objects)

@@ -13,18 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam.tensors import rows, swizzle, transpose
-from fp4adam.tensors.quantizer import (
-    HIGH_PRECISION_DTYPES,
-    Quantizer,
-    check_dtype,
-    check_tensor,
-)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, check_tensor
 from fp4adam.tensors.storage import STORAGE_NAMES, SharedStorage, Storage
 from fp4adam.tensors.te_names import TensorNames
-
-# Part of the key of torch.compile's disk cache: graphs that call operators of another version of
-# this package would not run.
-_OPERATORS_OF_GRAPHS = "fp4adam::dequantize"
 
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
@@ -138,9 +129,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """Scales of ``rowwise_data`` in the layout that the block-scaled GEMM reads.
 
         NVFP4 and MXFP8: uint8 [rows padded to 128, blocks per row padded to 4], swizzled in tiles
-        of 128x4 (cuBLAS; ``SWIZZLE_32_4_4`` in torch); padding is 0. With ``optimize_for_gemm``
-        they are stored at a fixed address; otherwise each access launches a kernel and returns a
-        new tensor. Float8Block: ``rowwise_scale_inv``.
+        of 128x4 (``SWIZZLE_32_4_4`` in torch), padded with 0; stored with ``optimize_for_gemm``,
+        else made at each access. Float8Block: ``rowwise_scale_inv``.
         """
         return self._gemm_scale_inv("rowwise")
 
@@ -165,13 +155,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
         """Overwrite the values with ``x``; storage addresses stay.
 
-        Args:
-            x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
-                tensor of the same format is copied byte for byte, in the directions that both have.
+        ``x`` is a dense float32, bfloat16 or float16 tensor of the same shape, on any device. One
+        of the same format is copied byte for byte, in the directions that both have.
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If the dtype is not one of the three, or ``x`` is not a dense tensor.
+            TypeError: If ``x`` is no such tensor.
             RuntimeError: If FSDP2 has gathered this tensor.
         """
         check_tensor(x)
@@ -197,8 +186,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             # Its amax is the shard's own tensor, so a write would corrupt the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
-                f"{tuple(self.shape)} that FSDP2 has gathered, where writes would be lost; call "
-                "reshard() of its module first"
+                f"{tuple(self.shape)} that FSDP2 has gathered; call reshard() of its module first"
             )
         if not plain and x._window == self._window:
             return  # loading an alias of itself, such as a tensor from state_dict()
@@ -220,7 +208,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         mark_written([self])
 
     def _keep_left(self) -> None:
-        """Keep what a step has left, before other code writes; see ``SharedStorage``."""
+        """Keep what a step has left, before other code writes."""
         shared = self._shared
         is_stepped = shared.stepped_by and self._high_precision_init_val is None
         if is_stepped and shared.left is None and not self.is_meta:
@@ -238,11 +226,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor; differentiable.
 
-        Args:
-            dtype: float32, bfloat16 or float16; None for the nominal dtype of the tensor.
-
-        Raises:
-            TypeError: If ``dtype`` is not one of the three.
+        ``dtype`` is float32, bfloat16 or float16, else TypeError; None for the nominal one.
         """
         dtype = self.dtype if dtype is None else dtype
         check_dtype("dtype", dtype)
@@ -256,17 +240,14 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        shared = self._shared
-        value = None if shared.next_init_val is not None else shared.init_val
-        if value is None or value.shape == self.shape:
-            return value
-        return rows.rows_of(self, value).view(self.shape)
+        value = self._shared.init_val
+        if value is None or value.is_meta:
+            return None
+        return value if value.shape == self.shape else rows.rows_of(self, value).view(self.shape)
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        # On the meta device it means: keep the next value that is written. That of a slice belongs
-        # to the other rows too.
-        if rows.is_all(self):
+        if rows.is_all(self):  # that of a slice belongs to the other rows too
             self._shared.init_val = value
 
     @property
@@ -282,10 +263,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     def pending_value(self) -> Tensor | None:
         """The written value that cannot be quantized without the other ranks, or None."""
-        shared = self._shared
-        if shared.pending is None:
-            return None
-        return rows.rows_of(self, shared.pending).view(self.shape)
+        pending = self._shared.pending
+        return None if pending is None else rows.rows_of(self, pending).view(self.shape)
 
     def written_value(self) -> Tensor | None:
         """The value before quantization, where that is kept until a step uses it."""
@@ -297,10 +276,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
-        """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
+        """The address of the codes."""
         return self.inner.codes.data_ptr()
 
-    # torch's own would use the memory of the wrapper, which has none.
     def is_shared(self) -> bool:
         """Whether the inner tensors are in shared memory."""
         return all(inner.is_shared() for inner in self.inner.present)
@@ -316,7 +294,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._no_storage
 
     def set_(self, *args: Any) -> "QuantizedTensor":
-        """Refused, except for the empty storage."""
+        """Refused, but for the empty storage."""
         if not (isinstance(args[0], torch.UntypedStorage) and args[0].nbytes() == 0):
             raise _refusal("set_", self)
         return self
@@ -410,7 +388,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             f"{bits} bits per element, dtype={self.dtype}, device='{self.device}'{grad})"
         )
 
-    # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
+    # Used by torch.compile, FSDP2 and swap_tensors.
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         # torch.compile has to compare operands too; quantizers exclude them from ==.
         spec = self.global_spec
@@ -420,11 +398,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        context: tuple,
-        outer_size: tuple[int, ...],
-        outer_stride: tuple[int, ...],
+        cls, inner: dict[str, Tensor], context: tuple, outer_size: tuple, outer_stride: tuple
     ) -> "QuantizedTensor":
         quantizer, dtype, _, is_parallel = context
         if is_parallel:
@@ -439,10 +413,11 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return cls(outer_size, dtype, quantizer, tensors)
 
     def _stable_hash_for_caching(self) -> str:
-        """The tensor's part of torch.compile's disk cache key: metadata, but no values."""
+        """The part in the key of torch.compile's disk cache: metadata, but no values."""
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in self.inner.present]
         own = type(self).__name__, self.shape, self.requires_grad, *self.__tensor_flatten__()
-        parts = (_OPERATORS_OF_GRAPHS, *own, looks)
+        # Graphs that call operators of another version of this package would not run.
+        parts = ("fp4adam::dequantize", *own, looks)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
@@ -451,8 +426,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "only leaf tensors can be deep-copied, got the result of an operation; "
-                "call detach() first"
+                "only leaf tensors can be deep-copied, got the result of an operation; detach() it"
             )
         shape = tuple(self.shape)
         new = type(self)(shape, self.dtype, self.quantizer, self._shared, self.requires_grad)
@@ -501,11 +475,7 @@ def mark_written(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 def _rebuild_quantized_tensor(
-    cls: type[QuantizedTensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    attributes: dict[str, Any],
+    cls: type, shape: tuple, dtype: torch.dtype, requires_grad: bool, attributes: dict
 ) -> QuantizedTensor:
     attributes = dict(attributes)
     init_val = attributes.pop("_high_precision_init_val", None)
@@ -519,7 +489,7 @@ def _rebuild_quantized_tensor(
 class Dequantize(torch.autograd.Function):
     """Differentiable dequantization; for ``after`` see ``Quantizer.read``."""
 
-    # A combined forward: with a separate setup_context, autograd inspects signatures at every call.
+    # Without setup_context: autograd would inspect signatures at every call.
     @staticmethod
     def forward(
         ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None
@@ -542,7 +512,7 @@ def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
 
 
 def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Refuse in-place operators: rounding after each one would silently lose small updates."""
+    # Rounding after each one would silently lose small updates.
     name = func._schema.name
     for i, argument in enumerate(func._schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -54,7 +54,7 @@ class Quantizer(QuantizerNames, Generic[T]):
     tensor_class: ClassVar[type[Tensor]]
     # The name of the format in kernels that serve several formats.
     name: ClassVar[str]
-    # Whether kernels quantize and decode as ``encode`` and ``decode`` of the same class say.
+    # Whether there are kernels with the arithmetic of the same class.
     kernels: ClassVar[bool] = False
     # The largest value of a tensor whose per-tensor scale is 1.
     largest_value: ClassVar[float] = 0.0
@@ -115,37 +115,28 @@ class Quantizer(QuantizerNames, Generic[T]):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> T:
-        """Allocate a tensor of this format, filled with zeros.
+        """A tensor of this format, filled with zeros.
 
-        Args:
-            shape: Logical shape, at least 2 dimensions.
-            dtype: Nominal dtype, as seen by autograd and other code.
-            device: Device to allocate on; None is the default device.
+        ``dtype`` is its nominal dtype: float32, bfloat16 or float16.
 
         Raises:
-            ValueError: If the format cannot hold the shape.
-            TypeError: If ``dtype`` is not float32, bfloat16 or float16.
+            ValueError: If the format cannot hold the shape, of at least 2 dimensions.
+            TypeError: If ``dtype`` is none of these.
         """
-        shape = tuple(shape)
         self.check_shape(shape)
         check_dtype("dtype", dtype)
-        return self.tensor_class(shape, dtype, self, self.zeros(*flat_shape(shape), device))
+        return self.tensor_class(tuple(shape), dtype, self, self.zeros(*flat_shape(shape), device))
 
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
         """New inner tensors for a [rows, cols] matrix, all zero."""
         backend.check_device(torch.get_default_device() if device is None else torch.device(device))
-        return Storage.of(
-            {
-                name: torch.zeros(size, dtype=kind, device=device)
-                for name, (size, kind) in self.layout.shapes(rows, cols).items()
-            }
-        )
+        shapes = self.layout.shapes(rows, cols).items()
+        return Storage.of({n: torch.zeros(s, dtype=kind, device=device) for n, (s, kind) in shapes})
 
     def quantize(self, x: Tensor) -> T:
-        """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
+        """A new tensor with the values of ``x``: float32, bfloat16 or float16, >= 2 dimensions.
 
-        The result has the shape, device and nominal dtype of ``x``. Gradients pass straight
-        through.
+        It has the shape, device and nominal dtype of ``x``. Gradients pass straight through.
 
         Raises:
             ValueError: If the format cannot hold the shape.
@@ -169,21 +160,19 @@ class Quantizer(QuantizerNames, Generic[T]):
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The stored block scales, and the float32 factors that map values to codes.
+        """The stored scales of blocks with these amaxes, and the factors from values to codes.
 
-        Args:
-            amaxes: Amax of each block, float32.
-            tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
-            dtype: The dtype that the values were rounded to.
+        All are float32 but the scales. ``tensor_amax`` is [1], if it is part of the scales;
+        ``dtype`` the one that values were rounded to.
         """
         raise NotImplementedError
 
     def decode(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        """The float32 factors that map codes to values in blocks with these stored scales."""
+        """The float32 factors from codes to values in blocks with these stored scales."""
         raise NotImplementedError
 
     def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        """The factors that map values to codes in blocks with these stored scales, float32."""
+        """The float32 factors from values to codes in blocks with these stored scales."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -211,10 +200,9 @@ class Quantizer(QuantizerNames, Generic[T]):
             amax.zero_()
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        """Make each amax, float32 [1], that of the values about to be written to its tensor.
+        """Set the amaxes that values with these amaxes, float32 [1], are about to be written with.
 
-        Afterwards the tensor's own amax is the one to quantize them with. All are on one device and
-        of a format that stores an amax.
+        All are on one device and of a format that stores an amax.
         """
         for each, amax in zip(tensors, amaxes, strict=True):
             each.amax.copy_(amax)
@@ -226,7 +214,7 @@ class Quantizer(QuantizerNames, Generic[T]):
     def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
+        ``amax``, float32 [1], takes the place of that of ``x`` in formats that store one.
         """
         if self.layout.tensor_scale is not None:
             if amax is None:
@@ -247,10 +235,10 @@ class Quantizer(QuantizerNames, Generic[T]):
         """
         if backend.runs_eagerly(tensors.codes):
             return self._read(tensors, dtype)
-        scales = getattr(tensors, self.layout.scales_of(tensors.usage))
-        return _dequantize(
-            tensors.codes, scales, tensors.amax, self._key, tensors.usage, dtype, after
-        )
+        names = f"{tensors.usage}_data", self.layout.scales_of(tensors.usage), "amax"
+        names = [name for name in names if getattr(tensors, name) is not None]
+        inner = [getattr(tensors, name) for name in names]
+        return _dequantize(inner, ",".join(names), self._key, dtype, after)
 
     def _read(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels(tensors.codes.device):
@@ -278,9 +266,8 @@ class Quantizer(QuantizerNames, Generic[T]):
     def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
         """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
 
-        Memory may be reallocated between calls. Codes and scales of square or rowwise blocks may be
-        stacks [parts, ...] of consecutive parts of the rows, such as gathered shards; a block that
-        is cut has a scale in both. Rows past the end of ``out`` are ignored.
+        Memory may be reallocated between calls. Codes and scales may be stacks of consecutive parts
+        of the rows, such as gathered shards; a block that is cut has a scale in both parts.
         """
         if not self.uses_kernels(out.device):
             return functools.partial(self._read_into, tensors, out)
@@ -311,36 +298,19 @@ _BY_KEY: dict[str, Quantizer] = {}
 
 @torch.library.custom_op("fp4adam::dequantize", mutates_args=())
 def _dequantize(
-    codes: Tensor,
-    scales: Tensor | None,
-    amax: Tensor | None,
-    key: str,
-    usage: str,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
+    inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
     """:meth:`Quantizer.read` in compiled graphs."""
-    inner = {f"{usage}_data": codes, _BY_KEY[key].layout.scales_of(usage): scales}
-    return _BY_KEY[key]._read(Storage(**inner, amax=amax), dtype)
+    return _BY_KEY[key]._read(Storage(**dict(zip(names.split(","), inner, strict=True))), dtype)
 
 
 @_dequantize.register_fake
-def _(
-    codes: Tensor,
-    scales: Any,
-    amax: Any,
-    key: str,
-    usage: str,
-    dtype: torch.dtype,
-    after: Any = None,
-) -> Tensor:
-    shape = _BY_KEY[key].decoded_shape(Storage(**{f"{usage}_data": codes}))
-    return codes.new_empty(shape, dtype=dtype)
+def _(inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Any = None) -> Tensor:
+    tensors = Storage(**dict(zip(names.split(","), inner, strict=True)))
+    return inner[0].new_empty(_BY_KEY[key].decoded_shape(tensors), dtype=dtype)
 
 
 class _Quantize(torch.autograd.Function):
-    """Quantization whose gradient is that of the values (a straight-through estimator)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
         return quantizer._quantize(x)

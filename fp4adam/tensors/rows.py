@@ -59,9 +59,9 @@ def is_whole_blocks(tensor: QuantizedTensor) -> bool:
 
 
 def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The tensor on views of only the blocks that hold its rows; itself if it has all values.
+    """The tensor on views of the blocks that hold its rows alone; itself if it has all values.
 
-    The views leave out inner tensors that can be derived. Blocks of some columns are copied.
+    Inner tensors that can be derived are left out. Blocks of some columns are copied.
     """
     if is_all(tensor):
         return tensor
@@ -111,13 +111,17 @@ def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = Non
 def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
 
-    Loaders write shards row by row. Values of rows that share scales with others, of the shard or
-    of other ranks, are pending until all are there; else they are quantized in whole blocks.
+    Loaders write shards row by row. Values that share scales with other rows, of the shard or of
+    other ranks, are pending until all are there.
     """
     shared, has_all = tensor._shared, is_all(tensor)
     shares_scales = shared.rows_share_scales
-    in_blocks = has_all or _is_run_of_blocks(tensor)
-    if not in_blocks and shared.global_spec is None:
+    # Runs of whole blocks of rows, the last of which may be cut by the end of the shard.
+    block, first, rows = tensor.quantizer.layout.block, tensor._first_row, stored_shape(tensor)[0]
+    stop = first + matrix_shape(tensor)[0]
+    is_cut = first % block or (stop % block and stop < rows)
+    in_blocks = has_all or (_has_all_columns(tensor) and not is_cut)
+    if not has_all and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
             f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
@@ -150,14 +154,6 @@ def _quantize(tensor: QuantizedTensor, matrix: Tensor, options: dict[str, Any]) 
         storage = _stored_between(tensor, first, first + rows)
         tensor.quantizer.without_derived().write(matrix, storage, **options)
         _build_derived(every_row(tensor))
-
-
-def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
-    """True for whole blocks of rows of a shard, the last of which may be cut by its end."""
-    block, first = tensor.quantizer.layout.block, tensor._first_row
-    stop = first + matrix_shape(tensor)[0]
-    is_cut = first % block or (stop % block and stop < stored_shape(tensor)[0])
-    return tensor.global_spec is not None and _has_all_columns(tensor) and not is_cut
 
 
 def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
@@ -238,11 +234,7 @@ def _build_derived(tensor: QuantizedTensor) -> None:
 
 
 def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
-    """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
-
-    The scales themselves are not compared: with shards they may depend on other ranks. Codes may
-    differ by ``slack``, in formats with one code per byte.
-    """
+    """Whether a tensor's codes are those of ``value`` under its own scales, but for ``slack``."""
     pending, part = tensor._shared.pending, own_blocks(tensor)
     own = slice(part._first_row, part._first_row + matrix_shape(tensor)[0])
     layout = part.quantizer.layout
@@ -258,9 +250,7 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 
-def make_shard(
-    tensor: QuantizedTensor, shape: tuple[int, ...], device: torch.device
-) -> QuantizedTensor:
+def make_shard(tensor: QuantizedTensor, shape: tuple, device: torch.device) -> QuantizedTensor:
     """A new, unwritten shard of ``tensor``, or of the whole tensor that it is a shard of."""
     spec = tensor.global_spec
     if spec is None:
@@ -287,10 +277,9 @@ def make_shard(
 def parallel_part(
     tensor: QuantizedTensor, dim: int, number: int, n_parts: int, info: Any
 ) -> QuantizedTensor:
-    """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
+    """One of equal parts of a weight for tensor parallelism: a tensor with the weight's bytes.
 
-    It has all inner tensors that the weight has, their bytes, and the weight's amax. ``info`` is
-    its ``ShardInfo``.
+    ``info`` is its ``ShardInfo``.
     """
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
@@ -328,7 +317,7 @@ def check_parallel(tensor: QuantizedTensor, dim: int, n_parts: int) -> None:
 
 
 def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
-    """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
+    """The tensor's name for errors; raises ValueError if its format has no shards."""
     name = tensor.parameter_name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.without_derived().layout.rows_per_entry:

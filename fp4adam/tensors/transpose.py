@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.schema import CAST, table_row
-from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
@@ -22,13 +21,10 @@ ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transp
 
 
 def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
+    """Rebuild the columnwise codes of tensors with square blocks from rowwise ones, in place.
 
-    Addresses stay. There are at most two launches per code width and device, for any number of
-    tensors. Tensors without columnwise codes are left alone.
-
-    Raises:
-        ValueError: If a tensor with columnwise usage lacks square blocks or rowwise codes.
+    At most two launches per code width and device. Tensors without columnwise codes stay as they
+    are; ValueError if those of one do not follow from rowwise codes.
     """
     groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     written: list[Tensor] = []
@@ -75,8 +71,7 @@ def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None
 def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
     """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8].
 
-    ``pairs``: source and target of each matrix, contiguous uint8 on ``device``. With 4 bits, rows
-    and columns must be even.
+    All are contiguous uint8 on ``device``; with 4 bits, rows and columns are even.
     """
     if not backend.uses_kernels(device):
         for source, target in pairs:
@@ -90,10 +85,7 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
 def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> list[Launch]:
     from fp4adam.kernels import transpose
 
-    rows: list[list[int]] = []
-    whole: list[Region] = []
-    edge: list[Region] = []
-    side = transpose.TILE[bits]
+    rows, whole, edge, side = [], [], [], transpose.TILE[bits]
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
         codes = source.data_ptr(), target.data_ptr()
