@@ -105,7 +105,7 @@ def _tiles(
     """By key, the tiles that spans fill, and the tiles that their boundaries or edges cut."""
     regions: dict[_Key, tuple[list[Region], list[Region]]] = {}
     for i, (one, value) in enumerate(zip(spans, values, strict=True)):
-        if one.span.stop > one.span.start:
+        if one.span.numel:
             lists = regions.setdefault(_key(one, value.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)

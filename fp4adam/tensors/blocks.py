@@ -25,6 +25,10 @@ class Span(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
 
 @functools.lru_cache(maxsize=4096)
 def blocks_of_parts(
@@ -32,8 +36,7 @@ def blocks_of_parts(
 ) -> Tensor:
     """For each block of rows, the index of its entry among those of consecutive parts, int64.
 
-    Each part has ``part_rows`` rows, room for ``part_blocks`` entries, and an entry for every block
-    that it overlaps; the parts' ends may cut blocks.
+    Each has room for ``part_blocks`` entries, one for every block that its rows overlap.
     """
     number = torch.arange(-(-rows // block), device="cpu")
     part = number * block // part_rows

@@ -1,7 +1,4 @@
-"""Quantization in torch operators, for any layout: of whole matrices, and of spans of elements.
-
-This is the reference that kernels have to equal, bit for bit.
-"""
+"""Quantization in torch operators, for any layout: what kernels have to equal, bit for bit."""
 
 import math
 from typing import TYPE_CHECKING
@@ -16,8 +13,7 @@ from fp4adam.tensors.storage import Storage
 if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
-# Flat memory for codes, and the index of the byte of a matrix that it starts at.
-FlatCodes = tuple[Tensor, int]
+FlatCodes = tuple[Tensor, int]  # memory, and the index of the byte of a matrix that it starts at
 
 
 def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:

@@ -1,8 +1,7 @@
 """Has somebody else written or moved these tensors? Read them again, all at once.
 
-Counters kept by a tensor class can be bypassed (``swap_tensors``, ``.data``, ``set_``), so the
-tensors themselves are read, thousands of them without a Python frame each. Nothing here keeps the
-memory of weights alive; otherwise ``model.cpu()`` would free none.
+Counters can be bypassed (``swap_tensors``, ``.data``, ``set_``), so the tensors are read, thousands
+of them without a Python frame each. Nothing here keeps the memory of weights alive.
 """
 
 import weakref
@@ -41,9 +40,8 @@ class Versions:
 class Mark:
     """The memory of one tensor, and how often it had been written.
 
-    ``memory`` identifies the memory: an object, or the address of a storage with the place and the
-    layout in it. ``alive`` keeps that address from being reused, without keeping the memory itself.
-    The versions of ``versioned`` cover all writes.
+    ``memory`` identifies it: an object, or the address of a storage, which ``alive`` keeps from
+    being reused, with the layout in it. The versions of ``versioned`` cover all writes.
     """
 
     def __init__(

@@ -64,9 +64,8 @@ class ScaleRule(NamedTuple):
 class Layout:
     """What a format stores for a matrix.
 
-    Square blocks are shared by both directions: columnwise codes are the transposed rowwise ones,
-    or the rowwise ones themselves (:attr:`shares_codes`). The amax of the tensor may be part of its
-    scales: that of the "current" values, or a "delayed" one, of earlier values.
+    With square blocks, columnwise codes are the transposed rowwise ones, or the same. The amax of
+    the "current" values, or a "delayed" one, of earlier values, may be part of the scales.
     """
 
     block: int  # side of a square block, or length of a block within a row or column
@@ -124,8 +123,8 @@ class Layout:
     def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
-        The others but the amax and its history can be derived from these. Empty if the tensor
-        cannot be cut along rows: columnwise codes with scales of their own need whole columns.
+        Other codes and scales can be derived from these. Empty if nothing can be cut: columnwise
+        codes with scales of their own need whole columns.
         """
         if self.is_square:
             names = ("rowwise_data", "block_scale_inv") if "rowwise" in self.kept else ()

@@ -42,8 +42,8 @@ def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream
         func(inner, stream)
 
 
-# p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight. Parameters
-# stay quantized, as Module.float() and Module.to(dtype) call the same methods on them.
+# p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight; parameters
+# stay quantized, for Module.float() and Module.to(dtype).
 def _values_as(dtype: torch.dtype, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return tensor.to(dtype) if is_parameter else tensor.dequantize(dtype)
@@ -56,9 +56,8 @@ for _method, _dtype in zip(("float", "bfloat16", "half"), HIGH_PRECISION_DTYPES,
 @implements_function(torch.Tensor.to)
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     moved = torch.Tensor.to(tensor, *args, **kwargs)
-    if isinstance(moved, QuantizedTensor) and not isinstance(tensor, torch.nn.Parameter):
-        return moved if moved.dtype == tensor.dtype else moved.dequantize()
-    return moved
+    is_value = isinstance(moved, QuantizedTensor) and not isinstance(tensor, torch.nn.Parameter)
+    return moved.dequantize() if is_value and moved.dtype != tensor.dtype else moved
 
 
 # Module.to, .cuda, .cpu, .bfloat16: the bytes move, the nominal dtype changes, nothing is rounded.

@@ -42,10 +42,7 @@ def _of_storage(name: str, doc: str) -> property:
 
 class _NoStorage(torch.UntypedStorage):
     def data_ptr(self) -> int:
-        raise RuntimeError(
-            "a tensor must be plain to have one storage, got a quantized one; export "
-            "tensor.dequantize(), or save it with torch.save"
-        )
+        raise RuntimeError("a quantized tensor has no storage; export tensor.dequantize()")
 
 
 class QuantizedTensor(TensorNames, torch.Tensor):
@@ -57,13 +54,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     overwrite such as ``normal_``. Slices along the first dimension, and of whole blocks along the
     last one, stay quantized and share memory with it, if the format's ``rows_per_entry`` is not
     empty; they can be read, not written. All other views are dequantized copies.
-
-    Attributes:
-        quantizer: The :class:`Quantizer` that made it.
-        exists: Of the class: whether this process has made any quantized tensor.
     """
 
-    exists = False
+    exists = False  # whether this process has made any
     # One object for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
     inner = _of_storage("tensors", "The ``Storage``; the inner tensors are attributes, too.")
@@ -153,14 +146,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return sum(inner.numel() * inner.element_size() for inner in self.inner.present)
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
-        """Overwrite the values with ``x``; storage addresses stay.
+        """Overwrite the values with those of a tensor of the same shape; storage addresses stay.
 
-        ``x`` is a dense float32, bfloat16 or float16 tensor of the same shape, on any device. One
-        of the same format is copied byte for byte, in the directions that both have.
+        One of the same format is copied byte for byte, in the directions that both have.
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If ``x`` is no such tensor.
+            TypeError: If ``x`` is not a dense tensor of float32, bfloat16 or float16.
             RuntimeError: If FSDP2 has gathered this tensor.
         """
         check_tensor(x)
@@ -276,15 +268,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
-        """The address of the codes."""
         return self.inner.codes.data_ptr()
 
     def is_shared(self) -> bool:
-        """Whether the inner tensors are in shared memory."""
         return all(inner.is_shared() for inner in self.inner.present)
 
     def share_memory_(self) -> "QuantizedTensor":
-        """Move the inner tensors to shared memory."""
         self.inner = self.inner.map(torch.Tensor.share_memory_)
         return self
 
@@ -294,16 +283,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return self._no_storage
 
     def set_(self, *args: Any) -> "QuantizedTensor":
-        """Refused, but for the empty storage."""
         if not (isinstance(args[0], torch.UntypedStorage) and args[0].nbytes() == 0):
             raise _refusal("set_", self)
         return self
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        raise BufferError(
-            f"a tensor must be plain to be exported through DLPack, got a {type(self).__name__}; "
-            "export tensor.dequantize()"
-        )
+        name = type(self).__name__
+        raise BufferError(f"a tensor must be plain, got a {name}; export tensor.dequantize()")
 
     @property
     def data(self) -> "QuantizedTensor":
@@ -402,7 +388,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     ) -> "QuantizedTensor":
         quantizer, dtype, _, is_parallel = context
         if is_parallel:
-            # A graph could neither quantize operands by the recipe nor agree on an amax.
             raise NotImplementedError(
                 "layers whose weights parallelize_module has distributed must not be compiled, got "
                 f"a {cls.__name__} of shape {tuple(outer_size)}; leave them eager "

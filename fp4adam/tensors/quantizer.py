@@ -20,10 +20,7 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """The operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`.
-
-    ``fake_activations`` are quantized and decoded again before ordinary matmuls.
-    """
+    """The operands that a layer quantizes besides its weight; see :class:`fp4adam.Recipe`."""
 
     activations: bool = False
     gradients: bool = False
@@ -52,18 +49,14 @@ class Quantizer(QuantizerNames, Generic[T]):
     )
 
     tensor_class: ClassVar[type[Tensor]]
-    # The name of the format in kernels that serve several formats.
-    name: ClassVar[str]
-    # Whether there are kernels with the arithmetic of the same class.
-    kernels: ClassVar[bool] = False
-    # The largest value of a tensor whose per-tensor scale is 1.
-    largest_value: ClassVar[float] = 0.0
+    name: ClassVar[str]  # of the format in kernels
+    kernels: ClassVar[bool] = False  # whether there are some with the arithmetic of this very class
+    largest_value: ClassVar[float] = 0.0  # of a tensor whose per-tensor scale is 1
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError(
-                "rowwise and columnwise must not both be False, got rowwise=False, "
-                "columnwise=False; keep at least one direction"
+                "rowwise and columnwise must not both be False, got False, False; keep one of them"
             )
 
     # Copies and files hold the arguments alone.
@@ -134,13 +127,11 @@ class Quantizer(QuantizerNames, Generic[T]):
         return Storage.of({n: torch.zeros(s, dtype=kind, device=device) for n, (s, kind) in shapes})
 
     def quantize(self, x: Tensor) -> T:
-        """A new tensor with the values of ``x``: float32, bfloat16 or float16, >= 2 dimensions.
-
-        It has the shape, device and nominal dtype of ``x``. Gradients pass straight through.
+        """A new tensor like ``x``, with its values; gradients pass straight through.
 
         Raises:
-            ValueError: If the format cannot hold the shape.
-            TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
+            ValueError: If the format cannot hold the shape, of at least 2 dimensions.
+            TypeError: If ``x`` is not a dense tensor of float32, bfloat16 or float16.
         """
         check_tensor(x)
         if x.requires_grad and torch.is_grad_enabled():
@@ -200,10 +191,7 @@ class Quantizer(QuantizerNames, Generic[T]):
             amax.zero_()
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        """Set the amaxes that values with these amaxes, float32 [1], are about to be written with.
-
-        All are on one device and of a format that stores an amax.
-        """
+        """Set the amaxes to quantize values with these amaxes, float32 [1], with; on one device."""
         for each, amax in zip(tensors, amaxes, strict=True):
             each.amax.copy_(amax)
 
@@ -264,10 +252,10 @@ class Quantizer(QuantizerNames, Generic[T]):
         return rows * inner.rows, cols * inner.cols
 
     def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
-        """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
+        """A function that decodes ``tensors``, whose memory may change, into a contiguous matrix.
 
-        Memory may be reallocated between calls. Codes and scales may be stacks of consecutive parts
-        of the rows, such as gathered shards; a block that is cut has a scale in both parts.
+        Codes and scales may be stacks of consecutive parts of the rows, such as gathered shards; a
+        block that is cut has a scale in both parts.
         """
         if not self.uses_kernels(out.device):
             return functools.partial(self._read_into, tensors, out)

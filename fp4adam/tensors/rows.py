@@ -1,8 +1,7 @@
 """Slices and shards: tensors with some of the rows that their inner tensors hold.
 
-The inner tensors hold a matrix of whole blocks. A window on it shares them, and adds a first row
-and a number of rows, or of columns in whole blocks. So a slice costs nothing, and a shard that
-begins within a block needs no special case.
+The inner tensors hold a matrix of whole blocks. A window shares them: some rows, or columns in
+whole blocks. So a slice costs nothing, and a shard may begin within a block.
 """
 
 from __future__ import annotations
@@ -277,10 +276,7 @@ def make_shard(tensor: QuantizedTensor, shape: tuple, device: torch.device) -> Q
 def parallel_part(
     tensor: QuantizedTensor, dim: int, number: int, n_parts: int, info: Any
 ) -> QuantizedTensor:
-    """One of equal parts of a weight for tensor parallelism: a tensor with the weight's bytes.
-
-    ``info`` is its ``ShardInfo``.
-    """
+    """One of equal parts of a weight for tensor parallelism: a tensor with the weight's bytes."""
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
     window = tensor.narrow(dim, number * size, size)

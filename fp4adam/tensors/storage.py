@@ -26,9 +26,7 @@ class Storage:
     """The inner tensors of a quantized tensor, immutable; None for those that its format lacks.
 
     Names are those of Transformer Engine. Scales of square blocks are kept once, one per block, in
-    ``block_scale_inv``. The two ``*_gemm_scale_inv`` are swizzled copies of the scales, derived
-    from those that everything else reads.
-
+    ``block_scale_inv``. The two ``*_gemm_scale_inv`` are swizzled copies of the scales.
     ``counter`` is an empty tensor that shares one version with all inner tensors, so that a step
     reads one version instead of up to six; None after an exchange.
     """
@@ -57,7 +55,10 @@ class Storage:
     @classmethod
     def of(cls, inner: Mapping[str, Tensor]) -> Storage:
         """A storage on the memory of ``inner``, which it takes over, with one shared version."""
-        with _aliases_share_versions():
+        # As in user code: operators on quantized tensors run below the key that shares versions.
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
             counter = torch.empty(0, device=next(iter(inner.values())).device)
             counted = {name: counter.detach() for name in inner}
         for name, tensor in inner.items():
@@ -87,15 +88,6 @@ class Storage:
 STORAGE_NAMES = tuple(Storage.__annotations__)
 
 
-def _aliases_share_versions() -> Any:
-    # Operators on quantized tensors run below ADInplaceOrView, the key that shares versions.
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(),
-        excluded.remove(torch._C.DispatchKey.ADInplaceOrView),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class GlobalSpec:
     """The whole tensor that a shard is a part of."""
@@ -103,8 +95,7 @@ class GlobalSpec:
     shape: tuple[int, ...]
     quantizer: Quantizer  # the shard's own one may leave out what can be derived
     chunk: int  # size of each shard along the first dimension; the last ones may be smaller
-    # Whether it is itself one rank's part of a weight under tensor parallelism, in whole blocks;
-    # all parts of the weight share its amax.
+    # Whether it is one rank's part of a weight under tensor parallelism, which share an amax.
     is_parallel: bool = False
 
     @functools.cached_property
@@ -135,8 +126,7 @@ class SharedStorage:
 
     tensors: Storage  # replaced as a whole when an inner tensor is exchanged
     global_spec: GlobalSpec | None = None  # the tensor that this is a shard of
-    # Rows of the stored matrix that hold values; None for all. A copy of a slice has some, and no
-    # ``global_spec``.
+    # Rows of the stored matrix that hold values; None for all, except in copies of slices.
     rows: int | None = None
     first_row: int | None = 0  # the first such row; None for a shard that nobody has written yet
     pending: Tensor | None = None  # plain values that wait for rows that share scales with them
@@ -144,9 +134,8 @@ class SharedStorage:
     # device if the next value that is written is to be kept.
     init_val: Tensor | None = None
     unsettled: bool = False  # whether a shard may have been written since ranks agreed on scales
-    # What the last step has left, as a quantized tensor, once other code has written, or the
-    # rounded master that was loaded before the weight; kept until the next step. Equal plain values
-    # bring its bytes back, and so the master.
+    # What the last step has left once other code has written, or the rounded master that was loaded
+    # before the weight, until the next step. Equal plain values bring its bytes and master back.
     left: Any = None
     # What lives as long as the optimizers that keep masters of the weight. While one does, values
     # that other code writes are kept as ``init_val``.

@@ -113,10 +113,7 @@ def _launch(scales: list[ScalePair], undo: bool) -> Launch:
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of contiguous swizzled scales in row-major order: [rows / 128, 4, 32, blocks / 4, 4].
-
-    ``rows`` and ``blocks``, per row, may include the padding.
-    """
+    """A view of swizzled scales in row-major order: [rows / 128, 4, 32, blocks / 4, 4]."""
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     # Flat first: from [rows, blocks], torch.compile would add guards on symbolic sizes.
     return swizzled.view(-1).view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

@@ -21,10 +21,9 @@ ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transp
 
 
 def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rebuild the columnwise codes of tensors with square blocks from rowwise ones, in place.
+    """Rebuild the columnwise codes of tensors that have some from rowwise ones, in place.
 
-    At most two launches per code width and device. Tensors without columnwise codes stay as they
-    are; ValueError if those of one do not follow from rowwise codes.
+    At most two launches per code width and device; ValueError if a tensor has no square blocks.
     """
     groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     written: list[Tensor] = []
@@ -69,10 +68,7 @@ def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None
 
 
 def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
-    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8].
-
-    All are contiguous uint8 on ``device``; with 4 bits, rows and columns are even.
-    """
+    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8], contiguous."""
     if not backend.uses_kernels(device):
         for source, target in pairs:
             target.copy_(_transposed(source, bits))

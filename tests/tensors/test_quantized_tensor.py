@@ -254,7 +254,7 @@ def test_quantizing_a_quantized_tensor_of_the_same_format_copies_bytes():
 
 
 def test_quantizer_without_any_direction_is_refused():
-    with pytest.raises(ValueError, match="must not both be False.*keep at least one"):
+    with pytest.raises(ValueError, match="must not both be False.*keep one of them"):
         NVFP4Quantizer(rowwise=False, columnwise=False)
 
 
