@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4adam import Recipe
-from fp4adam.nn import operand, scaled_matmul
+from fp4adam.nn import operand
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -212,12 +212,10 @@ def operand_rows(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, A
 def product(bench: Bench, x: Tensor, quantizer: Any) -> dict[str, Any]:
     """x W^T of operands that are there already."""
     weight = quantizer.quantize(torch.randn(x.shape[1], x.shape[1], device=bench.device))
-    native = scaled_matmul.runs_natively(quantizer, x.device)
-    a, b = (
-        operand.quantize(x, quantizer, True)[0],
-        operand.weight_operand(weight, "rowwise"),
-    )
-    ms = bench.ms([lambda: scaled_matmul.matmul(a, b, quantizer, torch.bfloat16, native)])
+    operand.runs_natively(quantizer, x.device)  # or says why not
+    a, _ = operand.quantize(x, quantizer, True)
+    b = operand.weight_operand(weight, "rowwise")
+    ms = bench.ms([lambda: operand.matmul(a, b, quantizer, torch.bfloat16)])
     return {"ms": ms, "TFLOP_per_s": 2 * len(x) * weight.numel() / ms / 1e9}
 
 

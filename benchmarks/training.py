@@ -29,7 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from training_report import COLUMNS, title
 
 from fp4adam import FP4Adam, FusedAdam, Recipe
-from fp4adam.nn import scaled_matmul
+from fp4adam.nn import operand
 
 Row = dict[str, Any]
 
@@ -126,7 +126,7 @@ def microbatches(training: Training, batch: int, count: int) -> list[Batch]:
 def check_runs(contestant: Contestant, args: argparse.Namespace) -> None:
     """Raise RuntimeError where a row would not be what its name says."""
     if isinstance(contestant.recipe, Recipe):
-        scaled_matmul.runs_natively(contestant.recipe.quantizer, torch.device(args.device))
+        operand.runs_natively(contestant.recipe.quantizer, torch.device(args.device))
 
 
 def prepare(model: torch.nn.Module, args: argparse.Namespace) -> None:

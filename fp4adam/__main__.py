@@ -4,7 +4,6 @@
 """
 
 import argparse
-import math
 import platform
 from collections.abc import Sequence
 
@@ -18,33 +17,17 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Quantizer
 
 FORMATS = {format_name(quantizer): type(quantizer) for quantizer in RECIPES.values()}
+NATIVE = "native kernels"
 PARTS = ("fused step", "quantize, dequantize", "weight-only matmul", "quantized matmul")
 WHY = {
     "native": "Triton kernels, and torch's scaled_mm for quantized matmuls",
     "emulated": "plain torch operators, as on all devices without kernels; steps and codes have "
     "their bits, sums of matmuls another order",
     "refused": "an error says why",
+    "quantized matmul": "what Recipe(..., activations=True, gradients=True) takes; emulate=True "
+    "runs it on any device",
     "dequantized": "weights are decoded to the dtype of the activations for torch's own matmul",
 }
-# By compute capability, or device type of torch: cards, and what the kernels are there.
-ARCHITECTURES = (
-    ("5.0 to 7.2", "Maxwell, Pascal, Volta", "torch operators, not run"),
-    ("7.5", "Turing: T4, RTX 20", "kernels, compiled"),
-    ("8.0", "A100", "kernels, compiled"),
-    ("8.6", "RTX 30, A10", "kernels, compiled"),
-    ("8.9", "RTX 40, L4, L40S", "kernels, compiled"),
-    ("9.0", "H100, H200", "kernels, run"),
-    ("10.0", "B200", "kernels, compiled"),
-    ("12.0", "RTX 50", "kernels, compiled"),
-    ("ROCm", "AMD", "torch operators, not run"),
-    ("xpu", "Intel", "torch operators, not run"),
-    ("mps", "Apple", "refused"),
-    ("cpu", "", "torch operators, run"),
-)
-RECIPE = (
-    "quantized matmul: what Recipe(..., activations=True, gradients=True) takes; with emulate=True "
-    "it is emulated on any device"
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,33 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--plan",
-        type=_count,
+        type=float,
         nargs="?",
-        const=None,
-        default=math.nan,
+        default=False,
         metavar="PARAMETERS",
         help="say instead which cards take full fine-tuning of a model of this size, such as 8e9; "
         "without a size, how large a model each card takes",
     )
     size = parser.parse_args(arguments).plan
-    if size is not None and math.isnan(size):
+    if size is False:
         return print(report())
     try:
         print(plan.table(size))
     except ValueError as error:
         parser.error(str(error))
-
-
-def _count(text: str) -> float:
-    """8e9, 8B or 8b as a number (argparse type)."""
-    scale = {"m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
-    try:
-        value = float(text if scale == 1.0 else text[:-1]) * scale
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a number such as 8e9 or 8B, got {text!r}")
-    return value
 
 
 def report() -> str:
@@ -110,53 +80,40 @@ def report() -> str:
         lines.append(f"no CUDA device: {why}")
     met: set[str] = set()
     for device, description, capability, missing in devices:
-        rows = {"": PARTS}
-        for name, quantizer in FORMATS.items():
-            rows[name] = support(quantizer, device, capability, has_kernels=missing is None)
-            met.update(rows[name])
-        lines += ["", f"{device}: {description}", f"  {_verdict(device, missing)}"]
+        rows, verdict = {"": PARTS}, _verdict(device, missing)
+        rows |= {name: support(x, capability, verdict) for name, x in FORMATS.items()}
+        lines += ["", f"{device}: {description}", f"  {verdict}"]
         for name, cells in rows.items():
+            met.update(cells)
             lines.append(f"  {name:<12} " + " ".join(f"{cell:<21}" for cell in cells).rstrip())
-    lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met), RECIPE]
-    lines += ["", "Run, or compiled ahead of time without a device:"]
-    lines += [f"  {where:<12} {cards:<24} {what}" for where, cards, what in ARCHITECTURES]
+    lines += ["", *(f"{word}: {why}" for word, why in WHY.items() if word in met)]
     return "\n".join(lines)
 
 
 def support(
-    quantizer: type[Quantizer],
-    device: torch.device,
-    capability: tuple[int, int],
-    has_kernels: bool = True,
+    quantizer: type[Quantizer], capability: tuple[int, int], verdict: str
 ) -> tuple[str, ...]:
-    """What takes the place of each of ``PARTS`` for a format on a device."""
-    if _refusal(device) is not None:
+    """What takes the place of each of ``PARTS`` for a format."""
+    if verdict.startswith("refused"):
         return ("refused",) * len(PARTS)
-    is_native = device.type == "cuda" and has_kernels
-    cast = "native" if is_native else "emulated"
+    cast = "native" if verdict == NATIVE else "emulated"
     matmul, needed = cast, OPERANDS.get(quantizer)
     if needed is None:
         matmul = "missing: weights alone"
-    elif is_native and not needed.is_met_by(capability):
+    elif verdict == NATIVE and not needed.is_met_by(capability):
         matmul = f"missing: needs capability {needed.capabilities}"
     return cast, cast, "dequantized", matmul
 
 
 def _verdict(device: torch.device, missing: str | None) -> str:
     """Native kernels, torch operators or refused, and why."""
-    if (refusal := _refusal(device)) is not None:
-        return f"refused: {refusal}"
-    if missing is not None:
-        return f"torch operators: {missing}"
-    return "native kernels" if device.type == "cuda" else "torch operators"
-
-
-def _refusal(device: torch.device) -> str | None:
     try:
         backend.check_device(device)
     except NotImplementedError as error:
-        return str(error)
-    return None
+        return f"refused: {error}"
+    if missing is not None:
+        return f"torch operators: {missing}"
+    return NATIVE if device.type == "cuda" else "torch operators"
 
 
 def _triton() -> tuple[str, str]:

@@ -1,8 +1,6 @@
 """NVFP4 weights as primary weights, under the names of Megatron's ``core.fp4_utils``.
 
-``HAVE_TE`` tells whether Transformer Engine is installed; nothing here imports it.
-``HAVE_TE_FP4_TENSOR_CLASS`` tells whether there is a class of FP4 tensors for
-:func:`is_nvfp4tensor`: always, as it is ``FP4_TENSOR_CLASS``, this package's own.
+Flags are those of :mod:`fp4adam.fp8_utils`; ``FP4_TENSOR_CLASS`` is this package's own.
 """
 
 import contextlib
@@ -35,24 +33,19 @@ def is_nvfp4tensor(tensor: Any) -> bool:
 
 
 def is_grouped_nvfp4tensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is an :class:`NVFP4Tensor` of several weights, [weights, rows, cols].
-
-    Transformer Engine keeps such a stack in a class of its own, which is not taken; here
-    :func:`is_nvfp4tensor` is true of it as well.
-    """
+    """Whether ``tensor`` is an :class:`NVFP4Tensor` of this package, [weights, rows, cols]."""
     return isinstance(tensor, NVFP4Tensor) and tensor.dim() == 3
 
 
 def get_nvfp4_rowwise_packed_shape(shape: Sequence[int]) -> torch.Size:
     """The shape of packed rowwise codes: the last dimension halved; ValueError if it is odd."""
-    if not shape:
-        return torch.Size(shape)
-    if shape[-1] % 2:
+    last = shape[-1:]  # empty for ()
+    if any(size % 2 for size in last):
         raise ValueError(
             f"the last dimension must be even to be packed, got shape {tuple(shape)}; pad it, "
             "because a byte holds two codes"
         )
-    return torch.Size((*shape[:-1], shape[-1] // 2))
+    return torch.Size((*shape[:-1], *(size // 2 for size in last)))
 
 
 def get_fp4_align_size(fp4_recipe: Any = None) -> int:

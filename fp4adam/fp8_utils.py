@@ -1,8 +1,7 @@
 """Quantized weights as primary weights, under the names of Megatron's ``core.fp8_utils``.
 
 Those that Megatron's distributed optimizer, its parameter buffers and its checkpoints call.
-``HAVE_TE`` tells whether Transformer Engine is installed; nothing here imports it. The other flags
-tell whether there is a class of tensors: always, as they are this package's.
+``HAVE_TE`` tells whether Transformer Engine is installed; the other flags are always true.
 """
 
 import contextlib
@@ -30,6 +29,7 @@ from fp4adam.tensors.quantizer import Quantizer
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE_FP8_TENSOR_CLASS = HAVE_TE_MXFP8TENSOR = True
 FP8_TENSOR_CLASS = QuantizedTensor
+_RECIPES = dict(tensorwise=Float8Quantizer, blockwise=Float8BlockQuantizer, mxfp8=MXFP8Quantizer)
 
 
 def is_float8tensor(tensor: Any) -> bool:
@@ -57,11 +57,6 @@ def copy_tensor_to_quantized_param(param: Tensor, src: Tensor) -> None:
 
 def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
     """:func:`copy_tensor_to_quantized_param` for as many parameters; else ValueError."""
-    if len(params) != len(srcs):
-        raise ValueError(
-            f"srcs must have one entry per parameter, {len(params)}, got {len(srcs)}; pass the "
-            "values in the order of the parameters"
-        )
     for param, src in zip(params, srcs, strict=True):
         copy_tensor_to_quantized_param(param, src)
 
@@ -87,10 +82,7 @@ modify_underlying_storage = replace_raw_data
 
 
 def before_all_gather(quantize: Callable[..., None]) -> Callable[..., None]:
-    """``quantize`` with Megatron's arguments, before a caller's own all-gather.
-
-    :func:`post_all_gather_processing` comes after it.
-    """
+    """``quantize`` with Megatron's arguments, before an all-gather of the caller's own."""
 
     def quantize_shard(
         model_params: Sequence[Tensor],
@@ -128,8 +120,7 @@ def get_fp8_recipe(config: Any) -> Quantizer:
     """The quantizer of weights for a Megatron configuration, for :func:`fp4adam.quantized_init`.
 
     ``config.fp8_recipe`` is "tensorwise", "blockwise", "mxfp8" or "delayed", which also takes
-    ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and ``fp8_margin``; or an enum of such a
-    value. ValueError for another one, such as "custom", which makes Transformer Engine's.
+    ``fp8_amax_history_len``, ``fp8_amax_compute_algo`` and ``fp8_margin``; or an enum of these.
     """
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
     if recipe == "delayed":
@@ -139,33 +130,22 @@ def get_fp8_recipe(config: Any) -> Quantizer:
             amax_compute_algo=config.fp8_amax_compute_algo,
             margin=config.fp8_margin,
         )
-    quantizers = {
-        "tensorwise": Float8Quantizer,
-        "blockwise": Float8BlockQuantizer,
-        "mxfp8": MXFP8Quantizer,
-    }
-    if recipe not in quantizers:
-        raise ValueError(
-            f"fp8_recipe must be one of delayed, {', '.join(quantizers)}, got {recipe!r}; for "
-            "other options pass a quantizer to fp4adam.quantized_init"
-        )
-    return quantizers[recipe]()
+    if recipe in _RECIPES:
+        return _RECIPES[recipe]()
+    raise ValueError(
+        f"fp8_recipe must be one of delayed, {', '.join(_RECIPES)}, got {recipe!r}; for other "
+        "options pass a quantizer to fp4adam.quantized_init"
+    )
 
 
 def get_fp8_context(
     config: Any, layer_no: int = -1, is_init: bool = False
 ) -> contextlib.AbstractContextManager:
-    """The context that Megatron builds or runs a layer in.
+    """The context that Megatron builds (``is_init``) or runs a layer in.
 
-    Args:
-        config: Any object with the entries of Megatron's ``TransformerConfig``: ``fp8``,
-            ``fp8_param``, and those of :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe`.
-        layer_no: Index of the layer, from 0; -1 is none in particular.
-        is_init: Whether the layer is built, rather than run.
-
-    Returns:
-        ``quantized_init`` of the recipe where a layer with quantized weights is built, else a
-        context that does nothing. ValueError as for :func:`get_fp8_recipe`.
+    ``quantized_init`` of the recipe where a layer with quantized weights is built, else one that
+    does nothing. ``config`` has ``fp8``, ``fp8_param``, and the entries that
+    :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe` read.
     """
     is_wanted = config.fp8_param if is_init else config.fp8
     return layer_context(is_wanted, config, layer_no, is_init, get_fp8_recipe)

@@ -13,14 +13,8 @@ from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.optim.options import STATES, Options
 from fp4adam.tensors.quantizer import Quantizer
 
-CARDS = {
-    24: "RTX 3090, 4090",
-    32: "RTX 5090",
-    48: "L40S, A6000",
-    80: "A100, H100",
-    141: "H200",
-    180: "B200",
-}
+CARDS = (24, 32, 48, 80, 141, 180)  # in GB
+CARD_NAMES = "24 GB RTX 3090, 4090; 32 RTX 5090; 48 L40S, A6000; 80 A100, H100; 141 H200; 180 B200"
 TOKENS, VOCABULARY = 2048, 128256
 # Of a block that is recomputed, per token and unit of width: inputs of its matmuls, and gradients.
 BLOCK_BYTES = 60
@@ -40,20 +34,16 @@ class Setup(NamedTuple):
     masters: bool = True
 
 
+_NVFP4, _MXFP8 = NVFP4Quantizer(columnwise=False), MXFP8Quantizer(columnwise=False)
 SETUPS = (
     Setup("torch AdamW, FP32", dtype=torch.float32, moments=8.0),
     Setup("torch AdamW, BF16 without masters"),
     Setup("AdamW8bit, BF16 without masters", moments=2.03),  # a scale per 256
-    Setup("FP4Adam, NVFP4, 32bit states", "32bit", NVFP4Quantizer(columnwise=False)),
-    Setup("FP4Adam, NVFP4, 16bit states", "16bit", NVFP4Quantizer(columnwise=False)),
-    Setup("FP4Adam, MXFP8, 8bit states", "8bit", MXFP8Quantizer(columnwise=False)),
-    Setup(
-        "FP4Adam, MXFP8, 8bit, no masters",
-        "8bit",
-        MXFP8Quantizer(columnwise=False),
-        masters=False,
-    ),
-    Setup("FP4Adam, NVFP4, 8bit states", "8bit", NVFP4Quantizer(columnwise=False)),
+    Setup("FP4Adam, NVFP4, 32bit states", "32bit", _NVFP4),
+    Setup("FP4Adam, NVFP4, 16bit states", "16bit", _NVFP4),
+    Setup("FP4Adam, MXFP8, 8bit states", "8bit", _MXFP8),
+    Setup("FP4Adam, MXFP8, 8bit, no masters", "8bit", _MXFP8, masters=False),
+    Setup("FP4Adam, NVFP4, 8bit states", "8bit", _NVFP4),
 )
 
 
@@ -102,8 +92,7 @@ def largest(setup: Setup, card: int) -> float:
 def table(parameters: float | None = None) -> str:
     """What a model of so many parameters takes, or without a number the largest model per card.
 
-    Raises:
-        ValueError: If ``parameters`` is not between a million and 10**13.
+    ValueError if ``parameters`` is not between a million and 10**13.
     """
     if parameters is not None and not 1e6 <= parameters <= 1e13:
         raise ValueError(
@@ -120,15 +109,13 @@ def table(parameters: float | None = None) -> str:
         if parameters is not None:
             size = needed(setup, parameters)
             cells = ["yes" if size <= card * 1e9 else "-" for card in CARDS]
-            cells.append(f"{size / 1e9:.1f} GB")
-        row = "".join(f"{cell:>8}" for cell in cells[: len(CARDS)])
-        row += "".join(f"{cell:>12}" for cell in cells[len(CARDS) :])
+            cells.append(f"{size / 1e9:9.1f} GB")
+        row = "".join(f"{cell:>8}" for cell in cells)
         lines.append(f"{setup.name:36}{bytes_per_parameter(setup)[0]:>18.2f}   {row}")
-    cards = ", ".join(f"{size} GB {name}" for size, name in CARDS.items())
     lines.append(
         f"Computed, not measured. Assumed: shapes like Llama's, one sequence of {TOKENS:,} tokens, "
         "blocks recomputed in the backward pass, embedding and head in BF16, gradients released "
         f"for everyone, {RESERVED / 1e9:.1f} GB for CUDA and fragments. Bytes per weight are those "
-        f"of a weight with its states, without its gradient. Cards: {cards}."
+        f"of a weight with its states, without its gradient. Cards: {CARD_NAMES}."
     )
     return "\n".join(lines)

@@ -222,15 +222,7 @@ def test_clone_has_its_kernels_after_an_install(clone):
     assert (clone / "fp4adam" / "kernels" / "launch" / "__init__.py").is_file()
 
 
-def test_repr_and_help_of_an_optimizer_can_be_read():
-    narrow = {"exp_avg_dtype": torch.bfloat16, "master_weight_dtype": torch.float16}
-    optimizer = fp4adam.FP4Adam([torch.nn.Parameter(torch.ones(4))], **narrow)
-    head, stored, offloaded, release, group = repr(optimizer).splitlines()[:5]
-    assert head == "FP4Adam (" and group == "Parameter Group 0"
-    assert stored == "States: exp_avg bfloat16, exp_avg_sq float32, master_weight float16"
-    assert (offloaded, release) == ("Offloaded to the host: False", "Gradient release: False")
-    optimizer.enable_gradient_release()
-    assert "\nGradient release: True\n" in repr(optimizer)
+def test_help_of_an_optimizer_can_be_read():
     first, *_, swap, call = inspect.getdoc(fp4adam.FP4Adam).splitlines()[:6]
     assert first.startswith("``torch.optim.AdamW`` for models") and "quantize_model" in swap
     assert "FP4Adam(model.parameters()" in call
@@ -252,9 +244,9 @@ def test_plans_count_what_is_stored():
 
 
 def test_plans_on_the_command_line(capsys):
-    __main__.main(["--plan", "8B"])
+    __main__.main(["--plan", "8e9"])
     printed = capsys.readouterr().out
     assert "8.00 billion parameters" in printed and "2,048 tokens" in printed
     with pytest.raises(SystemExit):
         __main__.main(["--plan", "many"])
-    assert "must be a number such as 8e9 or 8B, got 'many'" in capsys.readouterr().err
+    assert "invalid float value: 'many'" in capsys.readouterr().err

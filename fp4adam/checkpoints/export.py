@@ -26,6 +26,7 @@ from fp4adam.checkpoints.trained import (
 from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.formats.scale_groups import fused_layer
 from fp4adam.optim.fused_adam import FusedAdam
+from fp4adam.optim.state_dict import current_masters
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 
@@ -172,7 +173,7 @@ def export_masters(
     stored = stored_spans(spans_of(model, weights))
     # Masters, or values where others have written them.
     is_ours = isinstance(optimizer, FusedAdam)
-    master_of = optimizer._current_masters() if is_ours else lambda weight: None
+    master_of = current_masters(optimizer._engine) if is_ours else lambda weight: None
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:

@@ -108,7 +108,7 @@ class _Import:
         device: torch.device | None,
     ) -> None:
         self.model = unwrapped(model)
-        check_no_replica(model.modules(), [*model.parameters()])
+        check_no_replica(model.modules())
         self.device = torch.get_default_device() if device is None else device
         self._unfilled = _modules_to_fill(self.model)
         tensors, extra = model_state(self.model)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp4adam.distributed.cast import PartialCast, check_lengths, check_weights
 from fp4adam.distributed.cast_span import Out
 from fp4adam.formats.nvfp4 import NVFP4Tensor
-from fp4adam.interop.adapter import TensorAdapter, adapter_of, is_foreign
+from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise, check_square
@@ -159,8 +159,7 @@ def _has_derived(borrowed: BorrowedTensor) -> bool:
 
 
 def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
-    known = type(borrowed.adapter).drop_columnwise is not TensorAdapter.drop_columnwise
-    if _has_derived(borrowed) and not known:
+    if _has_derived(borrowed) and borrowed.adapter.drop_columnwise is None:
         raise NotImplementedError(
             f"drop_columnwise must be defined by {type(borrowed.adapter).__name__} to drop "
             "columnwise codes, got none; or pass manual_post_all_gather_processing=True"

@@ -4,6 +4,7 @@ Adapters are found by the full name of a tensor's class, so no package is import
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,18 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
-
-FIELDS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-    "per_tensor_scale",
-    "scale",
-    "amax",
-)
 
 
 class TensorAdapter:
@@ -50,7 +39,9 @@ class TensorAdapter:
 
     The tensor's ``shape``, ``dtype`` (float32, bfloat16 or float16) and ``device`` are those of its
     values. After a step, its memory holds the bytes of ``quantizer(tensor).quantize(master)``.
-    Master weights start from the decoded values of that memory.
+    Master weights start from the decoded values of that memory, or from what a method
+    ``get_high_precision_init_val`` of the tensor returns, if that has these bytes;
+    ``clear_high_precision_init_val`` frees it then.
 
     Attributes:
         attributes: Names of the tensor's attributes that hold its memory, each a plain tensor or
@@ -63,9 +54,7 @@ class TensorAdapter:
     def quantizer(self, tensor: Tensor) -> Quantizer:
         """The format of ``tensor``, with the directions that it stores.
 
-        Raises:
-            ValueError: If its format is not supported; the message should name the property and the
-                remedy.
+        Raise ValueError if it is not supported, and name the property and the remedy.
         """
         raise NotImplementedError
 
@@ -79,7 +68,7 @@ class TensorAdapter:
         ``columnwise_data``      :class:`MXFP8Tensor`, :class:`Float8Tensor`,
                                  :class:`Float8BlockTensor`): contiguous, one byte per entry
         ``rowwise_scale_inv``,   scales as in that class, in two dimensions with any padding. For
-        ``columnwise_scale_inv`` any other layout, a view of up to five dimensions whose row-major
+        ``columnwise_scale_inv`` any other layout, a view of more dimensions whose row-major
                                  order is that of the padded matrix (not with
                                  ``two_dimensional=True``). With ``optimize_for_gemm=True`` in the
                                  order of GEMMs, contiguous
@@ -102,22 +91,9 @@ class TensorAdapter:
         """The float32 values that the master weight starts from; None to decode the fields."""
         return None
 
-    def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
-        """The high-precision initial value, if the tensor keeps one for the optimizer.
-
-        The master weight starts from it, unless the tensor has been overwritten since.
-        """
-        return None
-
-    def clear_high_precision_init_val(self, tensor: Tensor) -> None:
-        """Free the high-precision initial value."""
-
-    def drop_columnwise(self, tensor: Tensor) -> None:
-        """Drop columnwise codes that were transposed from rowwise ones, which are new now.
-
-        Called by :func:`quantize_master_weights`, not by a step; optional.
-        """
-        raise NotImplementedError
+    drop_columnwise: Callable[[Tensor], None] | None = None
+    """A method that drops columnwise codes which were transposed from rowwise ones that are new
+    now; called by :func:`fp4adam.fp8_utils.quantize_master_weights`, not by a step."""
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}
@@ -132,17 +108,12 @@ def register_adapter(tensor_class: type[Tensor] | str, adapter: TensorAdapter) -
         adapter: The adapter for its tensors.
 
     Raises:
-        TypeError: If ``adapter`` is not a :class:`TensorAdapter`, or ``tensor_class`` is neither a
-            class nor a name.
+        TypeError: If an argument is something else.
     """
-    if not isinstance(adapter, TensorAdapter):
+    if not (isinstance(adapter, TensorAdapter) and isinstance(tensor_class, str | type)):
         raise TypeError(
-            f"adapter must be an instance of a class derived from TensorAdapter, got {adapter!r}; "
-            "see its documentation for what to implement"
-        )
-    if not isinstance(tensor_class, str | type):
-        raise TypeError(
-            f"tensor_class must be a class or its name, got {tensor_class!r}; pass 'module.Class'"
+            "tensor_class must be a class or its name 'module.Class', and adapter an instance of a "
+            f"class derived from TensorAdapter, got {tensor_class!r} and {adapter!r}"
         )
     name = tensor_class if isinstance(tensor_class, str) else class_name(tensor_class)
     _ADAPTERS[name] = adapter
@@ -162,8 +133,8 @@ _WRAPPERS = {
 
 @functools.cache
 def _inner_of(tensor_class: type) -> str | None:
-    found = (_WRAPPERS.get(class_name(base)) for base in tensor_class.__mro__)
-    return next((name for name in found if name is not None), None)
+    names = map(class_name, tensor_class.__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def unwrapped(tensor: Any) -> Any:
@@ -178,20 +149,11 @@ def is_foreign(tensor: Tensor) -> bool:
     return not (is_plain or isinstance(tensor, QuantizedTensor | FakeTensor))
 
 
-def find_adapter(tensor: Tensor) -> TensorAdapter | None:
-    """The adapter of a tensor of another package, or None."""
-    found = (_ADAPTERS.get(class_name(base)) for base in type(tensor).__mro__)
-    return next((adapter for adapter in found if adapter is not None), None)
-
-
 def adapter_of(tensor: Tensor) -> TensorAdapter:
-    """The adapter of a tensor of another package.
-
-    Raises:
-        TypeError: If none has been registered for its class.
-    """
-    if (adapter := find_adapter(tensor)) is not None:
-        return adapter
+    """The adapter of a tensor of another package; TypeError if none has been registered."""
+    for name in map(class_name, type(tensor).__mro__):
+        if name in _ADAPTERS:
+            return _ADAPTERS[name]
     raise TypeError(
         "parameters must be plain tensors, tensors of fp4adam or of classes that have an adapter, "
         f"got {class_name(type(tensor))}; register a fp4adam.TensorAdapter, which says where its "

@@ -2,9 +2,8 @@
 
 The step works on a tensor of this package that shares the codes of the other tensor, and its scales
 if both use the same layout. If the layouts differ (scales repeated for the rows of a block,
-transposed, unpadded or swizzled), the kernels write scales to a buffer, which is then copied back.
-That costs at most an eighth of a byte per element, of the 27 that a step moves, and the kernels
-need to know only one layout.
+transposed, unpadded or swizzled), the kernels write scales to a buffer, which torch then copies
+back: at most an eighth of a byte per element, and the kernels need to know only one layout.
 """
 
 import math
@@ -12,14 +11,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.interop.adapter import FIELDS, adapter_of, class_name, memory
-from fp4adam.interop.strided_copy import StridedCopies
+from fp4adam.interop.adapter import adapter_of, class_name, memory
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.fingerprint import Column
 from fp4adam.tensors.layout import Layout
@@ -29,13 +27,6 @@ from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import read_gemm_scales
 
 ALIGNMENT = 16  # in bytes, of everything that kernels read and write
-
-
-class Whole(NamedTuple):
-    """The shape of the tensor that a source is one rank's rows of, and the size of each shard."""
-
-    shape: tuple[int, ...]
-    chunk: int
 
 
 class BorrowedTensor:
@@ -51,10 +42,15 @@ class BorrowedTensor:
         given: With delayed scaling the source's next encode scale and its largest magnitude so
             far, else None.
         adapter: The adapter of the source.
+        memory: The attributes of the source that hold its memory.
     """
 
-    def __init__(self, source: Tensor, whole: Whole | None = None) -> None:
-        """Borrow the memory of ``source``, which is a shard if there is a ``whole``.
+    def __init__(self, source: Tensor, whole: tuple[tuple[int, ...], int] | None = None) -> None:
+        """Borrow the memory of ``source``.
+
+        Args:
+            source: The tensor, or a shard of one.
+            whole: Of a shard, the shape of the whole tensor, and how many rows each shard has.
 
         Raises:
             TypeError: If its class has no adapter, or its dtype is not supported.
@@ -69,22 +65,23 @@ class BorrowedTensor:
         if whole is None:
             quantizer.check_shape(shape)
         else:
-            self._check_shards(quantizer, whole)
+            self._check_shards(quantizer, *whole)
         check_dtype(f"the dtype of a {class_name(type(source))}", source.dtype)
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.mirrors: list[tuple[Tensor, Tensor]] = []
         self._fields = self.adapter.fields(source)
         self._memory = memory(source, self.adapter)
+        self.memory = [part for part in self._memory if isinstance(part, Tensor)]
         self.per_tensor_scale: Tensor | None = None
-        if layout.tensor_scale is not None and "per_tensor_scale" in self._fields:
-            self.per_tensor_scale = self._field("per_tensor_scale", torch.float32, (1,))
+        if "per_tensor_scale" in self._fields:
+            self.per_tensor_scale = self._scalar("per_tensor_scale")
         self.given: tuple[Tensor, Tensor] | None = None
         if layout.tensor_scale == "delayed":
-            scale, amax = (self._field(name, torch.float32, (1,)) for name in ("scale", "amax"))
-            self.given, self._given_fields = (scale, amax), self.given_fields()
+            self.given = self._scalar("scale"), self._scalar("amax")
+            self._given_fields = self.given_fields()
         shared = SharedStorage(self._storage(quantizer, *flat_shape(shape)))
         if whole is not None and layout.tensor_scale == "current":
-            shared.global_spec = GlobalSpec(whole.shape, quantizer, whole.chunk)
+            shared.global_spec = GlobalSpec(whole[0], quantizer, whole[1])
         self.tensor = quantizer.tensor_class(shape, source.dtype, quantizer, shared)
         with torch.no_grad():
             for target, own in self.copies:
@@ -96,30 +93,20 @@ class BorrowedTensor:
         """The other package's tensor; it must be alive."""
         return self._source()
 
-    @property
-    def memory(self) -> list[Tensor]:
-        """The attributes of the source that hold its memory."""
-        return [part for part in self._memory if isinstance(part, Tensor)]
-
-    def _check_shards(self, quantizer: Quantizer, whole: Whole) -> None:
+    def _check_shards(self, quantizer: Quantizer, shape: tuple[int, ...], chunk: int) -> None:
         """Raise ValueError, on every rank alike, unless each shard can be quantized by itself."""
-        quantizer.check_shape(whole.shape)
-        rows, block = whole.chunk * math.prod(whole.shape[1:-1]), quantizer.layout.block
-        is_cut = whole.chunk < whole.shape[0] and rows % block != 0
+        quantizer.check_shape(shape)
+        rows, block = chunk * math.prod(shape[1:-1]), quantizer.layout.block
+        is_cut = chunk < shape[0] and rows % block != 0
         if quantizer.layout.scale_type is not None and is_cut:
             raise ValueError(
                 f"shards of a {type(self.source).__name__} must have multiples of {block} rows, so "
-                f"that no block lies on two ranks, got {rows} rows of shape {whole.shape}; use "
+                f"that no block lies on two ranks, got {rows} rows of shape {shape}; use "
                 "another number of ranks, or leave the layer in high precision"
             )
 
     def _storage(self, quantizer: Quantizer, rows: int, cols: int) -> Storage:
         """The inner tensors: shared fields where possible, new memory otherwise."""
-        if unknown := self._fields.keys() - set(FIELDS):
-            raise ValueError(
-                f"fields of {class_name(type(self.source))} must be some of {', '.join(FIELDS)}, "
-                f"got {', '.join(sorted(unknown))}; correct its adapter"
-            )
         layout, storage = quantizer.layout, {}
         for name, (size, dtype) in layout.shapes(rows, cols).items():
             if name.endswith(("_data", "_gemm_scale_inv")):
@@ -144,14 +131,11 @@ class BorrowedTensor:
         """Add the copies of an amax, which the source may have twice, or as a scale instead."""
         names = [n for n in ("amax_rowwise", "amax_columnwise") if n in self._fields]
         if not names and self.per_tensor_scale is None:
-            raise ValueError(
-                f"fields of {class_name(type(self.source))} must hold amax_rowwise, "
-                f"amax_columnwise or per_tensor_scale, got {', '.join(sorted(self._fields))}; "
-                "correct its adapter"
-            )
-        self.copies += [(self._field(name, torch.float32, (1,)), amax) for name in names]
+            self._refuse("amax_rowwise", "given, or amax_columnwise or per_tensor_scale")
+        self.copies += [(self._scalar(name), amax) for name in names]
         if not names:
-            amax.copy_(_amax_of(quantizer, self.per_tensor_scale))
+            scale = self.per_tensor_scale
+            amax.copy_(_solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value))
 
     def _copy_grid(self, layout: Layout, rows: int, cols: int, grid: Tensor) -> None:
         """Add the copies of the scales of square blocks, which the source may repeat per row."""
@@ -173,10 +157,10 @@ class BorrowedTensor:
         if field.dim() == 2:
             inside = self._field(name, own.dtype, extent=extent)
             self.copies.append((inside, own[tuple(map(slice, extent))]))
-        elif field.dim() <= 5 and field.numel() == own.numel():
+        elif field.numel() == own.numel():
             self.copies.append((field, own.view(field.shape)))
         else:
-            self._refuse(name, f"of at most five dimensions and as large as {tuple(own.shape)}")
+            self._refuse(name, f"a matrix, or as large as {tuple(own.shape)}")
         return own
 
     def _field(
@@ -197,19 +181,19 @@ class BorrowedTensor:
                 self._refuse(name, f"contiguous and as large as {size}")
             return field.view(size)
         if extent is not None:
-            if field.dim() != 2 or not (
-                field.shape[0] >= extent[0] and field.shape[1] >= extent[1]
-            ):
+            if field.dim() != 2 or field.shape[0] < extent[0] or field.shape[1] < extent[1]:
                 self._refuse(name, f"of two dimensions and at least {[*extent]}")
             return field[tuple(map(slice, extent))]
         return field
+
+    def _scalar(self, name: str) -> Tensor:
+        return self._field(name, torch.float32, (1,))
 
     def _refuse(self, name: str, rule: str) -> NoReturn:
         field = self._fields.get(name)
         got = type(field).__name__
         if isinstance(field, Tensor):
-            got = f"shape {tuple(field.shape)} with strides {field.stride()}, {field.dtype}"
-            got += f" on {field.device}"
+            got = f"{field.dtype} {tuple(field.shape)} on {field.device}, strides {field.stride()}"
         raise ValueError(
             f"{name} of {class_name(type(self.source))} must be {rule}, got {got}; make the tensor "
             "contiguous, or correct its adapter"
@@ -225,18 +209,19 @@ class BorrowedTensor:
 
     def value(self) -> Tensor:
         """The value that a master weight starts from, as a new float32 tensor."""
-        value = self.adapter.get_high_precision_init_val(self.source)
+        getter = getattr(self.source, "get_high_precision_init_val", None)
+        value = None if getter is None else getter()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value.detach()):
             value = self.adapter.dequantize(self.source)
         if value is None:
             return self.tensor.dequantize(torch.float32)
-        value = value.detach().to(self.source.device, torch.float32, copy=True)
-        return value.contiguous()
+        return value.detach().to(self.tensor.device, torch.float32, copy=True).contiguous()
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value."""
-        self.adapter.clear_high_precision_init_val(self.source)
+        if hasattr(self.source, "clear_high_precision_init_val"):
+            self.source.clear_high_precision_init_val()
 
     def is_on(self, source: Tensor) -> bool:
         """Whether this is on the memory of ``source``, in its dtype."""
@@ -260,9 +245,6 @@ def borrow(source: Tensor) -> BorrowedTensor:
     """The borrowed tensor for a whole tensor of another package, to write to.
 
     Cached until the memory changes. Scales that have another layout there may be outdated in it.
-
-    Raises:
-        TypeError, ValueError: As for :class:`BorrowedTensor`.
     """
     known = _borrowed.get(source)
     if known is None or not known.is_on(source):
@@ -275,12 +257,8 @@ def source_columns(
 ) -> list[tuple[Column, list[int]]]:
     """How to read, all at once, whether tensors are on the memory of their sources, unwritten.
 
-    Args:
-        pairs: The tensors, each with its parameter.
-        is_sharded: True if these are DTensors of the sources.
-
-    Returns:
-        Columns of a fingerprint, each with the indices of the pairs that it reads.
+    ``pairs`` are tensors with their parameters, which are DTensors of the sources if
+    ``is_sharded``. Returns columns of a fingerprint, each with the indices of the pairs it reads.
     """
     alike: dict[tuple, list[int]] = defaultdict(list)
     for i, (one, _) in enumerate(pairs):
@@ -294,12 +272,12 @@ def source_columns(
         owners = [pairs[i][1] for i in which]
         read = attrgetter(*(prefix + name for name in ("dtype", *names)))
         read_tensors = attrgetter(*(prefix + name for name in tensors))
-        several = len(tensors) > 1
-        columns += [
-            (Column(owners, source, same=True, versioned=True), which),
-            (Column(owners, read, chained=True, same=True), which),
-            (Column(owners, read_tensors, chained=several, versioned=True), which),
+        found = [
+            Column(owners, source, same=True, versioned=True),
+            Column(owners, read, chained=True, same=True),
+            Column(owners, read_tensors, chained=len(tensors) > 1, versioned=True),
         ]
+        columns += [(column, which) for column in found]
     delayed = [i for i, (one, _) in enumerate(pairs) if one.given is not None]
     given = [pairs[i][0] for i in delayed]
     columns.append((Column(given, BorrowedTensor.given_fields, chained=True, same=True), delayed))
@@ -311,39 +289,44 @@ class ScaleWriteback:
 
     With delayed scaling, the source says what its next scale is. So call :meth:`read` before the
     tensors are written, and the object itself afterwards.
-
-    Args:
-        borrowed: The tensors and their sources.
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
-        self._copies = StridedCopies(
-            [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
-        )
-        self._scaled = [
-            (
-                members[0].tensor.quantizer,
-                [one.tensor._amax for one in members],
-                [one.per_tensor_scale for one in members],
-            )
-            for members in _alike(one for one in borrowed if one.per_tensor_scale is not None)
-        ]
-        delayed = _alike(one for one in borrowed if one.given is not None)
-        self._given = [_ExternalScales(members) for members in delayed]
+        pairs = [pair for one in borrowed for pair in (*one.copies, *one.mirrors)]
+        # torch copies numbers in one launch, and views of other layouts one by one.
+        views = [pair for pair in pairs if pair[0].numel() > 1]
+        numbers = [pair for pair in pairs if pair[0].numel() <= 1]
+        self._copies = [[*zip(*alike, strict=True)] for alike in (numbers, views) if alike]
+        self._scaled = _alike(one for one in borrowed if one.per_tensor_scale is not None)
+        self._delayed = _alike(one for one in borrowed if one.given is not None)
 
     def read(self) -> None:
-        """Read the scales that sources give for the next write."""
-        for given in self._given:
-            given.read()
+        """Read the scales that sources give for the next write.
+
+        Histories have two entries. The first becomes an amax with the given scale, which the write
+        takes. Afterwards the first is its own amax, and the other one the former first; if the
+        device skips the write, that entry stays 0.
+        """
+        for members in self._delayed:
+            quantizer = members[0].tensor.quantizer
+            scales = torch.cat([one.given[0] for one in members])
+            amaxes = _solve(quantizer.encode_scale, scales, quantizer.largest_value / scales)
+            histories = [one.tensor._amax_history for one in members]
+            torch._foreach_zero_(histories)
+            torch._foreach_copy_([history[:1] for history in histories], [*amaxes.split(1)])
 
     def __call__(self) -> None:
-        """Make all copies, in a few launches."""
-        self._copies()
-        for given in self._given:
-            given.write()
-        for quantizer, amaxes, targets in self._scaled:
-            scales = quantizer.per_tensor_scale(torch.cat(amaxes))
-            torch._foreach_copy_(targets, [*scales.split(1)])
+        """Make all copies."""
+        for targets, sources in self._copies:
+            torch._foreach_copy_(targets, sources)
+        for members in self._delayed:
+            histories = torch.stack([one.tensor._amax_history for one in members])
+            found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
+            torch._foreach_maximum_([one.given[1] for one in members], [*found.split(1)])
+        for members in self._scaled:
+            amaxes = torch.cat([one.tensor._amax for one in members])
+            scales = members[0].tensor.quantizer.per_tensor_scale(amaxes)
+            torch._foreach_copy_([one.per_tensor_scale for one in members], [*scales.split(1)])
 
 
 def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
@@ -352,42 +335,6 @@ def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
     for one in borrowed:
         alike[one.tensor.quantizer, one.tensor.device].append(one)
     return [*alike.values()]
-
-
-class _ExternalScales:
-    """Delayed scaling by another package: its scale comes in, the largest magnitude goes out.
-
-    The histories have two entries. Before a write, the first becomes an amax with the given scale.
-    The write takes its scale from there; afterwards the first entry is its own amax, and the other
-    one the former first. If the device skips the write, that entry stays 0.
-
-    Args:
-        members: Tensors on one device.
-    """
-
-    def __init__(self, members: Sequence[BorrowedTensor]) -> None:
-        self._quantizer = members[0].tensor.quantizer
-        self._scales, self._amaxes = zip(*(one.given for one in members), strict=True)
-        self._histories = [one.tensor._amax_history for one in members]
-        self._firsts = [history[:1] for history in self._histories]
-
-    def read(self) -> None:
-        scales = torch.cat(self._scales)
-        amaxes = _solve(
-            self._quantizer.encode_scale, scales, self._quantizer.largest_value / scales
-        )
-        torch._foreach_zero_(self._histories)
-        torch._foreach_copy_(self._firsts, [*amaxes.split(1)])
-
-    def write(self) -> None:
-        histories = torch.stack(self._histories)
-        found = torch.where(histories[:, 1] > 0, histories[:, 0], 0.0)
-        torch._foreach_maximum_(self._amaxes, [*found.split(1)])
-
-
-def _amax_of(quantizer: Quantizer, scale: Tensor) -> Tensor:
-    """An amax with exactly this per-tensor scale in float32, or the nearest if none has."""
-    return _solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value)
 
 
 def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:

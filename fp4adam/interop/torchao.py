@@ -5,8 +5,6 @@ as this package does: it rounds E8M0 scales of MXFP8 up, where torchao rounds do
 keeps E4M3 scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -18,27 +16,20 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import row_by_row
 
-MX_QUANTIZERS: dict[tuple[torch.dtype, int], Quantizer] = {
-    (torch.float8_e4m3fn, 32): MXFP8Quantizer(columnwise=False),
-    (torch.float4_e2m1fn_x2, 32): MXFP4Quantizer(scale_rounding="floor"),
-}
-# torchao's ScaleCalculationMode by name, for MXFP4.
-ROUNDINGS = {"FLOOR": "floor", "EVEN": "even", "RCEIL": "up"}
+ROUNDINGS = {"FLOOR": "floor", "EVEN": "even", "RCEIL": "up"}  # of MXFP4, by torchao's name
 
 
 class NVFP4Adapter(TensorAdapter):
-    """Adapter of NVFP4Tensor: E4M3 scales, and one float32 number that multiplies all of them."""
-
     attributes = ("qdata", "scale", "per_tensor_scale")
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _check_codes(tensor)
         number = tensor.per_tensor_scale
         if number is None or number.numel() != 1:
-            kind = "None" if number is None else f"shape {tuple(number.shape)}"
             raise ValueError(
                 "per_tensor_scale of a torchao NVFP4Tensor must be one number to be stepped, got "
-                f"{kind}; quantize with use_dynamic_per_tensor_scale=True, and experts one by one"
+                f"{getattr(number, 'shape', None)}; quantize with "
+                "use_dynamic_per_tensor_scale=True, and experts one by one"
             )
         return NVFP4Quantizer(columnwise=False, two_dimensional=False)
 
@@ -55,25 +46,22 @@ class NVFP4Adapter(TensorAdapter):
 
 
 class MXAdapter(TensorAdapter):
-    """Adapter of MXTensor: E8M0 scales."""
-
     attributes = ("qdata", "scale")
 
     def quantizer(self, tensor: Tensor) -> Quantizer:
         _check_codes(tensor)
         kind = tensor.elem_dtype, tensor.block_size
-        if kind not in MX_QUANTIZERS:
+        if kind == (torch.float8_e4m3fn, 32):
+            return MXFP8Quantizer(columnwise=False)
+        if kind != (torch.float4_e2m1fn_x2, 32):
             raise ValueError(
                 "elem_dtype and block_size of a torchao MXTensor must be torch.float8_e4m3fn or "
                 f"torch.float4_e2m1fn_x2, and 32, to be stepped, got {kind[0]} and {kind[1]}; "
                 "quantize it so, or to NVFP4"
             )
-        quantizer = MX_QUANTIZERS[kind]
         # Of activations, which a configuration of torchao quantizes as weights.
         mode = getattr(getattr(tensor, "act_quant_kwargs", None), "scaling_mode", None)
-        if isinstance(quantizer, MXFP4Quantizer) and mode is not None and mode.name in ROUNDINGS:
-            quantizer = dataclasses.replace(quantizer, scale_rounding=ROUNDINGS[mode.name])
-        return quantizer
+        return MXFP4Quantizer(scale_rounding=ROUNDINGS.get(getattr(mode, "name", None), "floor"))
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         return {"rowwise_data": tensor.qdata, "rowwise_scale_inv": _scale(tensor)}

@@ -5,7 +5,7 @@ fields, and so is written, or was dropped and is derived again when needed.
 """
 
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,30 +18,47 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
 MAJOR_VERSION = 2  # of Transformer Engine, whose attributes these are
+_FP8 = {"_fp8_dtype": "kFloat8E4M3"}
+_BLOCKS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 
 
 class TransformerEngineAdapter(TensorAdapter):
-    """The common part of the adapters.
+    """Adapter of one class, by tables.
 
-    A tensor with a dtype or with memory that they do not know is refused: its bytes would be read
-    as something else.
+    Args:
+        format: The class of this package's quantizer.
+        options: By its options, where a tensor ("_name") or its quantizer ("name") has them.
+        dtypes: By attribute, the only dtype of codes or scales that is known.
+        required: By attribute, the only value that is known, if there is one.
+        attributes: As of :class:`TensorAdapter`.
+        drops_columnwise: False if Transformer Engine would not make columnwise codes again.
     """
 
-    attributes = (
-        "_rowwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_data",
-        "_columnwise_scale_inv",
-    )
-    # By attribute, the name of the only dtype of codes or scales that is known.
-    dtypes: ClassVar[dict[str, str]] = {"_fp8_dtype": "kFloat8E4M3"}
+    def __init__(
+        self,
+        format: type[Quantizer],
+        options: dict[str, str],
+        dtypes: dict[str, str] = _FP8,
+        required: dict[str, Any] | None = None,
+        attributes: tuple[str, ...] = _BLOCKS,
+        drops_columnwise: bool = True,
+    ) -> None:
+        self.format, self.options, self.dtypes = format, options, dtypes
+        self.required, self.attributes = required or {}, attributes
+        if not drops_columnwise:
+            self.drop_columnwise = None
 
-    def check(self, tensor: Tensor) -> dict[str, bool]:
-        """The directions that a tensor stores, as arguments of a quantizer.
+    def quantizer(self, tensor: Tensor) -> Quantizer:
+        self._check(tensor)
+        named = {option: _read(tensor, name, False) for option, name in self.options.items()}
+        return self.format(
+            rowwise=tensor._rowwise_data is not None,
+            columnwise=tensor._columnwise_data is not None,
+            **named,
+        )
 
-        Raises:
-            ValueError: If it has a version, dtypes or memory that are not known.
-        """
+    def _check(self, tensor: Tensor) -> None:
+        """Raise ValueError if anything would be misread: a version, a dtype, memory, an option."""
         kind = type(tensor).__name__
         version = getattr(sys.modules.get("transformer_engine"), "__version__", None)
         if version is not None and int(version.split(".")[0]) != MAJOR_VERSION:
@@ -49,14 +66,20 @@ class TransformerEngineAdapter(TensorAdapter):
                 f"transformer_engine must be version {MAJOR_VERSION}, got {version}: what the "
                 f"attributes of its {kind} mean is not known; upgrade fp4adam"
             )
-        for name, dtype in vars(tensor).items():
-            if not name.endswith("_dtype") or name == "_dtype":
-                continue
-            known, actual = self.dtypes.get(name), getattr(dtype, "name", str(dtype))
-            if known is None or not actual.endswith(known):
+        if tensor._quantizer is None:
+            raise ValueError(
+                f"_quantizer of a {kind} must be the quantizer that it was made by, got None: it "
+                "says which blocks share a scale; make the model inside quantized_model_init()"
+            )
+        dtypes = {n: x for n, x in vars(tensor).items() if n.endswith("_dtype") and n != "_dtype"}
+        found = {name: getattr(x, "name", str(x)) for name, x in dtypes.items()}
+        wanted: dict[str, Any] = {**dict.fromkeys(found), **self.dtypes, **self.required}
+        for name, value in wanted.items():
+            actual = found.get(name, _read(tensor, name, value))
+            if actual != value:
                 raise ValueError(
-                    f"{name} of a {kind} must be {known or 'absent'} to be stepped, got {actual}, "
-                    "which this version would misread; quantize weights with another recipe"
+                    f"{name} of a {kind} must be {'absent' if value is None else value} to be "
+                    f"stepped, got {actual}, which would be misread; leave it out of the recipe"
                 )
         inner = {name for name, _ in getattr(tensor, "_INNER_TENSORS", ())}
         if unknown := inner.difference(self.attributes):
@@ -65,10 +88,6 @@ class TransformerEngineAdapter(TensorAdapter):
                 f"{', '.join(sorted(unknown))} as well, which this version does not know; upgrade "
                 "fp4adam, or quantize weights with another recipe"
             )
-        return {
-            usage: getattr(tensor, f"_{usage}_data", None) is not None
-            for usage in ("rowwise", "columnwise")
-        }
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         named = {name[1:]: getattr(tensor, name) for name in self.attributes}
@@ -77,83 +96,6 @@ class TransformerEngineAdapter(TensorAdapter):
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
 
-    def get_high_precision_init_val(self, tensor: Tensor) -> Tensor | None:
-        getter = getattr(tensor, "get_high_precision_init_val", None)
-        return None if getter is None else getter()
-
-    def clear_high_precision_init_val(self, tensor: Tensor) -> None:
-        if hasattr(tensor, "clear_high_precision_init_val"):
-            tensor.clear_high_precision_init_val()
-
-
-class NVFP4Adapter(TransformerEngineAdapter):
-    """Adapter of NVFP4Tensor: 16x16 or 1x16 blocks, and two equal amaxes."""
-
-    attributes = (*TransformerEngineAdapter.attributes, "_amax_rowwise", "_amax_columnwise")
-    dtypes: ClassVar[dict[str, str]] = {
-        "_fp4_dtype": "kFloat4E2M1",
-        "_scale_dtype": "kFloat8E4M3",
-    }
-
-    # Of tensors and of their quantizers; both leave out what their version does not know.
-    required: ClassVar[dict[str, Any]] = {
-        "_row_scaled_nvfp4": False,
-        "_nvfp4_use_4over6": False,
-        "_nvfp4_e4m3_max": 448,
-        "with_rht": False,
-        "disable_second_level_scale": False,
-        "stochastic_rounding": False,
-    }
-
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        usages, quantizer = self.check(tensor), _quantizer_of(tensor)
-        for name, value in self.required.items():
-            actual = getattr(tensor if name[0] == "_" else quantizer, name, value)
-            if actual != value:
-                raise ValueError(
-                    f"{name} of a {type(tensor).__name__} must be {value} to be stepped, got "
-                    f"{actual}; leave it out of the recipe for weights"
-                )
-        return NVFP4Quantizer(
-            **usages,
-            two_dimensional=getattr(quantizer, "with_2d_quantization", False),
-            optimize_for_gemm=getattr(tensor, "_with_gemm_swizzled_scales", False),
-        )
-
-
-class MXFP8Adapter(TransformerEngineAdapter):
-    """Adapter of MXFP8Tensor: 1x32 and 32x1 blocks, or 32x32 blocks with equal codes twice."""
-
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        usages, quantizer = self.check(tensor), getattr(tensor, "_quantizer", None)
-        square = getattr(quantizer, "with_2d_quantization", False)
-        if square and not usages["rowwise"]:
-            raise ValueError(
-                f"rowwise codes of a {type(tensor).__name__} must be stored to be stepped with "
-                "with_2d_quantization, got columnwise ones alone; keep rowwise usage"
-            )
-        return MXFP8Quantizer(
-            **usages,
-            two_dimensional=square,
-            optimize_for_gemm=getattr(tensor, "_with_gemm_swizzled_scales", False),
-        )
-
-    # Transformer Engine would not make them again.
-    drop_columnwise = TensorAdapter.drop_columnwise
-
-
-class Float8BlockwiseAdapter(TransformerEngineAdapter):
-    """Adapter of Float8BlockwiseQTensor: 128x128 or 1x128 blocks."""
-
-    def quantizer(self, tensor: Tensor) -> Quantizer:
-        usages, quantizer = self.check(tensor), _quantizer_of(tensor)
-        return Float8BlockQuantizer(
-            **usages,
-            two_dimensional=tensor._is_2D_scaled,
-            force_pow_2_scales=quantizer.force_pow_2_scales,
-            amax_epsilon=quantizer.amax_epsilon,
-        )
-
 
 class Float8Adapter(TransformerEngineAdapter):
     """Adapter of Float8Tensor: one scale per tensor, from its current amax or from earlier ones.
@@ -161,32 +103,20 @@ class Float8Adapter(TransformerEngineAdapter):
     With delayed scaling, Transformer Engine keeps the history: a step multiplies by the quantizer's
     ``scale``, and raises its ``amax``. Its scales are quotients 448 / x; another number is taken as
     the nearest quotient, at most one unit in the last place away, and the decode scale is that of
-    the quotient. The transposed codes are written if the tensor has valid
-    ones; otherwise Transformer Engine makes them when it needs them.
+    the quotient. The transposed codes are written if the tensor has valid ones; otherwise
+    Transformer Engine makes them when it needs them.
     """
 
-    attributes = ("_data", "_transpose", "_transpose_invalid", "_scale_inv")
-
     def quantizer(self, tensor: Tensor) -> Quantizer:
-        self.check(tensor)
-        quantizer = _quantizer_of(tensor)
+        self._check(tensor)
         usages = dict(rowwise=tensor._data is not None, columnwise=_has_transpose(tensor))
-        if _is_delayed(quantizer):
+        if _is_delayed(tensor._quantizer):
             # The history has the two entries that the scale of another package needs.
             return Float8Quantizer(
                 **usages, scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent"
             )
-        if not hasattr(quantizer, "amax_epsilon"):
-            raise ValueError(
-                "_quantizer of a Float8Tensor must be a Float8CurrentScalingQuantizer or a "
-                f"Float8Quantizer to be stepped, got a {type(quantizer).__name__}; build the model "
-                "with the recipe Float8CurrentScaling or DelayedScaling"
-            )
-        return Float8Quantizer(
-            **usages,
-            force_pow_2_scales=quantizer.force_pow_2_scales,
-            amax_epsilon=quantizer.amax_epsilon,
-        )
+        named = {option: getattr(tensor._quantizer, option) for option in self.options}
+        return Float8Quantizer(**usages, **named)
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:
         fields = {"per_tensor_scale": tensor._scale_inv}
@@ -203,6 +133,11 @@ class Float8Adapter(TransformerEngineAdapter):
 
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor._reset_caches()
+
+
+def _read(tensor: Tensor, name: str, default: Any) -> Any:
+    """An attribute of a tensor, or without "_" of its quantizer; versions have different ones."""
+    return getattr(tensor if name[0] == "_" else tensor._quantizer, name, default)
 
 
 def _is_delayed(quantizer: Any) -> bool:
@@ -227,14 +162,11 @@ def is_te_tensor(tensor: Any, name: str = "") -> bool:
 def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
     """The quantized copies that Transformer Engine's modules keep of weights, for :func:`cast`.
 
-    Modules make them in their first forward pass with ``is_first_microbatch``. One that no longer
-    fits its weight is dropped, and made again by its module.
+    Modules make them in their first forward pass with ``is_first_microbatch``. Clear a module's
+    ``_fp8_workspaces`` where weights have been moved or sharded since; ``cast`` refuses those.
 
-    Returns:
-        The copies, and for each the parts of its weight along the first dimension.
-
-    Raises:
-        ValueError: If the model has no modules that keep copies.
+    Returns the copies, and for each the parts of its weight along the first dimension. ValueError
+    if the model has no modules that keep copies.
     """
     keeping = [module for module in model.modules() if hasattr(module, "_fp8_workspaces")]
     if not keeping or all(getattr(m, "primary_weights_in_fp8", False) for m in keeping):
@@ -245,38 +177,45 @@ def workspaces_of(model: nn.Module) -> tuple[list[Tensor], list[tuple[Tensor, ..
         )
     copies, weights = [], []
     for module in keeping:
-        for name, copy in [*(module._fp8_workspaces or {}).items()]:
+        for name, copy in (module._fp8_workspaces or {}).items():
             # A fused weight may be split into several parameters.
             names = getattr(module, "weight_names", [name]) if name == "weight" else [name]
-            parts = tuple(getattr(module, each) for each in names)
-            shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-            is_whole = not any(hasattr(part, "device_mesh") for part in parts)
-            is_there = all(part.device == copy.device for part in parts)
-            if is_whole and is_there and shape == tuple(copy.shape):
-                copies.append(copy)
-                weights.append(parts)
-            else:
-                del module._fp8_workspaces[name]
+            copies.append(copy)
+            weights.append(tuple(getattr(module, each) for each in names))
     return copies, weights
 
 
-def _quantizer_of(tensor: Tensor) -> Any:
-    quantizer = getattr(tensor, "_quantizer", None)
-    if quantizer is None:
-        raise ValueError(
-            f"_quantizer of a {type(tensor).__name__} must be the quantizer that it was made by, "
-            "got None: it says which blocks share a scale; make the model inside "
-            "quantized_model_init()"
-        )
-    return quantizer
-
-
-_MODULE = "transformer_engine.pytorch.tensor"
+_PATH = "transformer_engine.pytorch.tensor"
+_SQUARE, _SWIZZLED = "with_2d_quantization", "_with_gemm_swizzled_scales"
+_FLOAT8 = {name: name for name in ("force_pow_2_scales", "amax_epsilon")}
 ADAPTERS = {
-    f"{_MODULE}.nvfp4_tensor.NVFP4Tensor": NVFP4Adapter(),
-    f"{_MODULE}.mxfp8_tensor.MXFP8Tensor": MXFP8Adapter(),
-    f"{_MODULE}.float8_blockwise_tensor.Float8BlockwiseQTensor": Float8BlockwiseAdapter(),
-    f"{_MODULE}.float8_tensor.Float8Tensor": Float8Adapter(),
+    f"{_PATH}.nvfp4_tensor.NVFP4Tensor": TransformerEngineAdapter(
+        NVFP4Quantizer,
+        {"two_dimensional": _SQUARE, "optimize_for_gemm": _SWIZZLED},
+        {"_fp4_dtype": "kFloat4E2M1", "_scale_dtype": "kFloat8E4M3"},
+        {
+            "_row_scaled_nvfp4": False,
+            "_nvfp4_use_4over6": False,
+            "_nvfp4_e4m3_max": 448,
+            "with_rht": False,
+            "disable_second_level_scale": False,
+            "stochastic_rounding": False,
+        },
+        (*_BLOCKS, "_amax_rowwise", "_amax_columnwise"),
+    ),
+    f"{_PATH}.mxfp8_tensor.MXFP8Tensor": TransformerEngineAdapter(
+        MXFP8Quantizer,
+        {"two_dimensional": _SQUARE, "optimize_for_gemm": _SWIZZLED},
+        drops_columnwise=False,
+    ),
+    f"{_PATH}.float8_blockwise_tensor.Float8BlockwiseQTensor": TransformerEngineAdapter(
+        Float8BlockQuantizer, {"two_dimensional": "_is_2D_scaled", **_FLOAT8}
+    ),
+    f"{_PATH}.float8_tensor.Float8Tensor": Float8Adapter(
+        Float8Quantizer,
+        _FLOAT8,
+        attributes=("_data", "_transpose", "_transpose_invalid", "_scale_inv"),
+    ),
 }
-for _path, _adapter in ADAPTERS.items():
-    register_adapter(_path, _adapter)
+for _name, _adapter in ADAPTERS.items():
+    register_adapter(_name, _adapter)

@@ -44,10 +44,7 @@ def is_stack(module: nn.Module, name: str) -> bool:
 
 
 def adapters(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules of PEFT's adapters, such as ``lora_A`` and ``lora_B``, which are linear as well.
-
-    Layers of PEFT, around a base layer, name the members that belong to adapters.
-    """
+    """The modules of PEFT's adapters, such as ``lora_A``, which the layers around them name."""
     found = set()
     for module in modules:
         names = getattr(module, "adapter_layer_names", ())

@@ -22,27 +22,22 @@ def dequantize_model(model: Model, filter: Filter | None = None) -> Model:
     """Replace quantized weights of ``model`` by plain ones of their decoded values, in place.
 
     The inverse of :func:`quantize_model`, for code that writes to weights in place or computes with
-    them in high precision: merging adapters, starts such as PiSSA and OLoRA, pruning. Each
-    quantized parameter becomes a plain one in its nominal dtype; the object stays, with its
-    attributes, hooks and gradient. The values are those
-    that the model computes with, not masters (:func:`export_masters` writes these); to quantize
-    them again may round them again.
+    them in high precision: merging adapters, starts such as PiSSA and OLoRA, pruning. Parameters
+    stay the same objects, in their nominal dtypes. The values are those that the model computes
+    with, not masters (:func:`export_masters` writes these); to quantize them again may round them.
 
     Args:
         model: Any module, a single layer for example; parameters of other packages' formats stay.
         filter: ``filter(module, name) -> bool`` says which modules lose their quantized weights;
-            all by default. A tied weight has to be selected with all of its modules. Names are
-            those of ``model.named_modules()``.
+            all by default. A tied weight has to be selected with all of its modules.
 
-    Returns:
-        ``model``.
+    Returns: ``model``.
 
     Raises:
         ValueError: If the model is wrapped by ``DistributedDataParallel`` or sharded by
             ``fully_shard``, or only some modules of a tied weight are selected.
-        TypeError: If an argument has another type than above.
 
-    Nothing has been changed when it raises. Parameters stay the same objects.
+    Nothing has been changed when it raises.
     """
     check_module(model)
     check_filter(filter)
@@ -62,15 +57,15 @@ def dequantize_model(model: Model, filter: Filter | None = None) -> Model:
                 )
             else:
                 users.append((module, key, param))
-    params = [param for *_, param in users]
-    for param in params:
+    for *_, param in users:
         if param in kept:
             raise ValueError(
                 f"{kept[param]!r} must be selected by filter like the modules it is tied to, got "
                 "one of them left out; select all or none"
             )
-    check_no_replica(model.modules(), params)
-    _make_plain(users)
+    if users:
+        check_no_replica(model.modules())
+        _make_plain(users)
     return model
 
 

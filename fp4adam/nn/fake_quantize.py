@@ -12,30 +12,13 @@ from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.encoding import amax_over, block_amaxes
 from fp4adam.tensors.quantizer import Quantizer, check_dtype
 
-# Formats of activations, by the names of their quantizers.
-FORMATS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "float8_block": "Float8Block", "float8": "Float8"}
-
-
-def check_fake_quantizes(quantizer: Quantizer) -> None:
-    """Raise ValueError unless activations can be quantized for weights of this format."""
-    # A format of one's own may encode in another way.
-    if not (quantizer.has_kernels and quantizer.name in FORMATS):
-        raise ValueError(
-            f'activations="fake" must have weights in one of {", ".join(FORMATS.values())}, got '
-            f"{quantizer}; quantize the weights alone"
-        )
-
 
 def fake_quantize(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """``x`` as matmuls with quantized activations read it, in its own dtype.
+    """``x`` [..., in_features] rounded as the activations of a weight of ``quantizer``.
 
     Values are quantized to the format of the weights and decoded: NVFP4 in blocks of 1x16 under
     the amax of ``x``, MXFP8 1x32, Float8Block 1x128, Float8 under the amax of ``x``. The gradient
     passes straight through, also where values saturate.
-
-    Args:
-        x: [..., in_features], float32, bfloat16 or float16.
-        quantizer: That of the weight to multiply with.
     """
     check_dtype("input of a linear layer with fake-quantized activations", x.dtype)
     return _FakeQuantize.apply(x, quantizer)

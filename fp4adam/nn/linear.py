@@ -13,19 +13,19 @@ from fp4adam.nn.operand import (
     check_weight,
     has_quantized_operands,
     has_weight_gradient,
+    matmul,
     quantize,
     weight_operand,
+    without_padding,
 )
-from fp4adam.nn.scaled_matmul import matmul, runs_natively, without_padding
 from fp4adam.tensors.quantized_tensor import Dequantize, QuantizedTensor, implements_function
 
 
 class _QuantizedLinear(torch.autograd.Function):
     """y = x W^T + b with W dequantized to the dtype of x, or with quantized operands.
 
-    What is kept for the backward pass is the quantized weight, and x or, if the gradient of the
-    weight is a product of codes, the codes of x. A dequantized weight lives as long as the matmul
-    that reads it.
+    The backward pass has the quantized weight, and x or, if it multiplies codes for the gradient of
+    the weight, those of x. A dequantized weight lives as long as the matmul that reads it.
     """
 
     # One function, because autograd inspects the signature at every call of two.
@@ -34,14 +34,13 @@ class _QuantizedLinear(torch.autograd.Function):
         quantizer = weight.quantizer
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
         ctx.is_scaled = has_quantized_operands(quantizer)
-        ctx.native = ctx.is_scaled and runs_natively(quantizer, x.device)
         ctx.weight_of_codes = weight_needs_grad and has_weight_gradient(quantizer)
         columns = None
         if quantizer.operands.activations:
             tokens = x.reshape(-1, x.shape[-1])
             rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = weight_operand(weight, "rowwise")
-            y = matmul(rows, of_weight, quantizer, x.dtype, ctx.native, is_forward=True)
+            y = matmul(rows, of_weight, quantizer, x.dtype, is_forward=True)
             y = without_padding(y, quantizer, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:
@@ -68,7 +67,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
         along, across = quantize(rows, ctx.quantizer, *wanted, is_gradient=True)
     if row_codes:
         of_weight = weight_operand(weight, "columnwise")
-        grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype, ctx.native)
+        grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype)
         grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
     elif ctx.needs_input_grad[0]:
         # Without a dependence on grad, torch.compile would take the dequantized weight of the
@@ -77,7 +76,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
         grad_x = grad @ read(weight, grad.dtype, grad)
     if ctx.weight_of_codes:
         of_x = Operand(x, scales, amax)
-        grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype, ctx.native)
+        grad_weight = matmul(across, of_x, ctx.quantizer, grad.dtype)
     elif ctx.needs_input_grad[1]:
         grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
     if grad_weight is not None:
@@ -93,21 +92,15 @@ _scaled_backward = once_differentiable(_backward)
 
 @implements_function(F.linear)
 def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` for a :class:`QuantizedTensor` weight.
+    """``F.linear`` for a :class:`QuantizedTensor` weight, whose recipe says what is quantized.
 
-    Args:
-        input: [..., in_features], floating point; weight and bias are read in its dtype. Under
-            autocast it is cast first.
-        weight: Quantized [out_features, in_features]; its recipe says which operands are quantized.
-        bias: [out_features] or None.
+    Weight and bias are read in the dtype of ``input``, which autocast casts first.
 
     Raises:
         TypeError: If ``input`` is not floating point, or is float64 and has to be quantized.
-        ValueError: If ``weight`` is not a matrix, or it or ``input`` cannot be an operand of the
-            recipe's matmuls.
+        ValueError: If ``weight`` or ``input`` cannot be an operand of the recipe's matmuls.
         RuntimeError: If the GPU does not have the matmuls of the recipe.
-        NotImplementedError: If the recipe quantizes activations or gradients, fake or not, inside a
-            transform of torch.func.
+        NotImplementedError: If a transform of torch.func meets quantized activations or gradients.
     """
     if isinstance(input, QuantizedTensor):
         input = input.dequantize(input.dtype)
@@ -116,11 +109,6 @@ def quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if not input.is_floating_point():
         raise TypeError(
             f"input must be floating point for a linear layer, got {input.dtype}; convert it first"
-        )
-    if weight.dim() != 2:
-        raise ValueError(
-            f"weight must be 2-dimensional for a linear layer, got {tuple(weight.shape)}; "
-            "a stack of experts is read by torch.nn.functional.grouped_mm"
         )
     device_type = input.device.type
     # As for torch's own operators, autocast leaves float64 alone.

@@ -1,11 +1,16 @@
-"""Operands of quantized matmuls, made from activations, gradients and weights.
+"""Quantized matmuls: operands made from activations, gradients and weights, and their products.
 
 A class per format has all that differs between formats; ``FORMATS`` lists them. Casts of
 activations and gradients are plain operators that ``torch.compile`` fuses with what is around them;
 eager code on a GPU takes the kernels of the formats instead, which give the same bits.
+
+Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
+gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
 """
 
 import dataclasses
+import functools
+import math
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -50,23 +55,14 @@ class Operand(NamedTuple):
 
 
 class OperandFormat:
-    """The operands of one format.
+    """The operands of one format."""
 
-    Attributes:
-        capability: The first compute capability whose GPUs multiply them.
-        is_only: Whether later ones do not.
-        multiple: Both sides of a weight must be multiples of it.
-        tokens: Tokens are padded with zeros to a multiple of it.
-        has_weight_gradient: Whether it has codes with blocks along the tokens, transposed.
-        is_swizzled: Whether the scales of weights lie in another order for GEMMs.
-    """
-
-    capability: ClassVar[tuple[int, int]]
-    is_only: ClassVar[bool] = False
-    multiple: ClassVar[int] = 32
-    tokens: ClassVar[int] = 128
-    has_weight_gradient: ClassVar[bool] = True
-    is_swizzled: ClassVar[bool] = False
+    capability: ClassVar[tuple[int, int]]  # the first one whose GPUs multiply them
+    is_only: ClassVar[bool] = False  # whether later ones do not
+    multiple: ClassVar[int] = 32  # of both sides of a weight
+    tokens: ClassVar[int] = 128  # are padded with zeros to a multiple of it
+    has_weight_gradient: ClassVar[bool] = True  # whether there are blocks along the tokens
+    is_swizzled: ClassVar[bool] = False  # whether GEMMs read scales in another order
 
     def is_met_by(self, capability: tuple[int, int]) -> bool:
         """Whether GPUs of this compute capability have these products."""
@@ -90,19 +86,12 @@ class OperandFormat:
         raise NotImplementedError
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
-        """See :func:`fp4adam.nn.scaled_matmul.matmul`, on the units of a GPU."""
-        parts = (self.for_torch(operand) for operand in (a, b))
-        codes, scales, blocks, orders = zip(*parts, strict=True)
+        """See :func:`matmul`, on the units of a GPU."""
+        (of_a, *a_scales), (of_b, *b_scales) = map(self.for_torch, (a, b))
+        pairs = (each for pair in zip(a_scales, b_scales, strict=True) for each in pair)
+        scale_a, scale_b, block_a, block_b, *orders = pairs
         return F.scaled_mm(
-            codes[0],
-            codes[1].t(),
-            scales[0],
-            blocks[0],
-            scales[1],
-            blocks[1],
-            orders[0],
-            orders[1],
-            output_dtype=dtype,
+            of_a, of_b.t(), scale_a, block_a, scale_b, block_b, *orders, output_dtype=dtype
         )
 
     def for_torch(self, operand: Operand) -> ForTorch:
@@ -117,8 +106,7 @@ class OperandFormat:
 class Float8Operands(OperandFormat):
     """E4M3 codes with one scale, a power of two for activations; gradients are E5M2.
 
-    Current scaling: the scale is that of the largest magnitude, which torch.compile finds in the
-    kernel before.
+    The scale is that of the largest magnitude, which torch.compile finds in the kernel before.
     """
 
     capability = (8, 9)
@@ -334,11 +322,7 @@ def _amax_bits(x: Tensor) -> Tensor:
 def _power_of_2(bits: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """The largest power of two that maps magnitudes to at most 1.75 * 2**exponent; its reciprocal.
 
-    Exact on every device. It is 1 for magnitudes of 0 and infinity.
-
-    Args:
-        bits: Magnitudes as int32.
-        exponent: That of the largest value of the codes.
+    Exact on every device. It is 1 for magnitudes of 0 and infinity. ``bits``: as int32.
     """
     # Adding makes exponents of mantissas above 1.75 one larger.
     biased = (254 + exponent - ((bits + 0x1FFFFF) >> 23)).clamp(max=254)
@@ -401,17 +385,15 @@ def quantize(
     *,
     is_gradient: bool = False,
 ) -> list[Operand | None]:
-    """Activations or gradients as operands.
+    """Activations or gradients as operands, for products with a weight of ``quantizer``.
 
     Args:
-        x: [tokens, n], float32, bfloat16 or float16.
-        quantizer: That of the weight to multiply with.
-        rowwise: Make the operand [tokens, n], with ``OperandFormat.tokens`` for padding.
-        columnwise: Make the operand [n, tokens], which MXFP8 does not have.
+        x: [tokens, n], float32, bfloat16 or float16; tokens are padded with 0.
         is_gradient: Whether they are gradients, which NVFP4 rounds at random and Float8 to E5M2.
 
     Returns:
-        The rowwise and the columnwise operand, None for one that was not asked for. Padding is 0.
+        The rowwise operand [tokens, n], and the columnwise one [n, tokens], which MXFP8 does not
+        have; None for one that was not asked for.
     """
     check_dtype("input of a linear layer with quantized operands", x.dtype)
     form, x = FORMATS[type(quantizer)], x.detach().contiguous()
@@ -428,3 +410,61 @@ def padded_tokens(quantizer: Quantizer, n: int) -> int:
 def weight_operand(weight: QuantizedTensor, usage: str) -> Operand:
     """A weight as an operand: "rowwise" [N, K] or "columnwise" [K, N]."""
     return FORMATS[type(weight.quantizer)].of_weight(weight, usage)
+
+
+def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether products of a format run on units of ``device`` for them; else emulated.
+
+    Raises:
+        RuntimeError: If the GPU has no such units and emulation is not asked for.
+    """
+    if quantizer.operands.emulate or not backend.uses_kernels(device):
+        return False
+    needed, found = FORMATS[type(quantizer)], _capability(device)
+    if needed.is_met_by(found):
+        return True
+    name = quantizer.tensor_class.__name__.removesuffix("Tensor")
+    raise RuntimeError(
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
+        f"{'.'.join(map(str, found))} ({device}); quantize the weights "
+        'alone with Recipe(weights), pass activations="fake", or set emulate=True'
+    )
+
+
+_cached_capability = functools.lru_cache(torch.cuda.get_device_capability)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return _cached_capability(device)
+
+
+# All that torch.compiler.assume_constant_result does, which imports torch._dynamo first.
+_capability._dynamo_marked_constant = True
+
+
+def matmul(
+    a: Operand, b: Operand, quantizer: Quantizer, dtype: torch.dtype, is_forward: bool = False
+) -> Tensor:
+    """``a @ b.T`` [rows of a, rows of b] in ``dtype``, for a weight of ``quantizer``.
+
+    Sums of outputs (``is_forward``) may be taken in fewer bits than FP32. Emulated products decode
+    both operands and multiply in FP32, which takes sums in another order.
+    """
+    form = FORMATS[type(quantizer)]
+    if runs_natively(quantizer, a.codes.device):
+        return form.multiply(a, b, dtype, is_forward)
+    with torch.autocast(a.codes.device.type, enabled=False):  # it would multiply in fewer bits
+        return (form.decode(a) @ form.decode(b).t()).to(dtype)
+
+
+def without_padding(product: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
+    """The first rows of a new product in its memory, as ``shape``.
+
+    Autograd does not see a view: writing in place to a view that a function returns is refused.
+    """
+    rows = math.prod(shape[:-1])
+    # Not product.shape[0]: torch 2.11 cannot trace sizes of an autograd function's results if some
+    # are dynamic.
+    sizes = rows, padded_tokens(quantizer, rows) - rows
+    first, _ = torch.unsafe_split_with_sizes(product, sizes)
+    return torch.ops.aten._unsafe_view(first, shape)

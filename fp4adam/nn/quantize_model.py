@@ -47,16 +47,10 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
 def is_hidden_linear(module: nn.Module, name: str) -> bool:
-    """The default filter: every layer but an output head, task heads included.
+    """The default filter: every layer but an output head, known by the end of its name.
 
-    Heads are known by the last one or two parts of their name. Embeddings, norms and the output
-    head stay in high precision, as in NVIDIA's NVFP4 pre-training recipe (arXiv:2509.25149,
-    section 4.1).
+    Embeddings, norms and heads stay in high precision, as in arXiv:2509.25149, section 4.1.
     """
-    return _is_hidden(name)
-
-
-def _is_hidden(name: str) -> bool:
     parts = _WRAPPED.sub("", name).split(".")
     return parts[-1] not in OUTPUT_HEADS and ".".join(parts[-2:]) not in OUTPUT_HEADS
 
@@ -77,22 +71,20 @@ def quantize_model(
     "fp4adam" says at level INFO what is quantized and what is left; :func:`summary` shows each.
 
     A stack of experts is a 3-dimensional parameter of a module whose ``num_experts`` is its first
-    size, as transformers 5 has them. ``grouped_mm`` decodes it for one product at a time, and no
-    recipe quantizes its other operand: give it one for weights alone, in a call with a ``filter``.
+    size, as transformers 5 has them. No recipe quantizes the other operand of its products: give
+    it one for weights alone, in a call with a ``filter``.
 
     The value before quantization is kept until ``FP4Adam`` takes it over as master weight at the
     first step (``param.clear_high_precision_init_val()`` frees it for inference); frozen weights
     (``requires_grad=False``) keep none, and are trained from decoded values if they are thawed.
 
     Parameters stay the same objects with other content (``torch.utils.swap_tensors``), with their
-    attributes, gradients and hooks. An optimizer from before goes on: :class:`FP4Adam` trains the
-    codes, others say that they cannot. Hooks on nodes of the autograd graph stay behind: call this
-    before wrappers such as ``DistributedDataParallel`` register theirs. :func:`dequantize_model` is
-    the inverse.
+    attributes, gradients and hooks. An :class:`FP4Adam` from before goes on, other optimizers say
+    that they cannot. Call this before wrappers such as ``DistributedDataParallel``;
+    :func:`dequantize_model` is the inverse.
 
     Args:
-        model: Its ``nn.Linear`` modules, subclasses included, and its stacks of experts are
-            candidates.
+        model: Its ``nn.Linear`` modules, subclasses included, and stacks of experts are candidates.
         recipe: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8", a quantizer, or a
             :class:`fp4adam.Recipe`, which also says whether matmuls quantize activations and
             gradients.
@@ -103,8 +95,7 @@ def quantize_model(
             a group the same key and others None, such as :func:`hf_scale_groups`. A rule changes
             nothing in other formats.
 
-    Returns:
-        ``model``.
+    Returns: ``model``.
 
     Raises:
         ValueError: If a layer that ``filter`` selects has a shape that the recipe cannot hold;
@@ -113,8 +104,7 @@ def quantize_model(
             or has an attribute whose name quantized tensors use. If DDP, FSDP1, DeepSpeed or
             ``AveragedModel`` is around the model. If a member of a scale group does not become
             NVFP4, or is in two groups.
-        TypeError: If a selected weight is not float32, bfloat16 or float16, or an argument has
-            another type than above.
+        TypeError: If a selected weight is not float32, bfloat16 or float16.
         RuntimeError: If something but modules and optimizers refers to a weight.
 
     Nothing has been changed when it raises. It warns if no selected layer has a weight that it can
@@ -155,9 +145,10 @@ def _report(
     # Embeddings, what is tied to them, and heads are not meant to be quantized.
     matrices = [
         p
-        for each in found
+        for model, each in zip(models, found, strict=True)
         for p in each.parameters
-        if len(p.shape) > 1 and "Embedding" not in p.layer and _is_hidden(p.name.rpartition(".")[0])
+        if len(p.shape) > 1 and "Embedding" not in p.layer
+        if is_hidden_linear(model, p.name.rpartition(".")[0])
     ]
     quantized = sum(p.numel for p in matrices if p.is_quantized)
     share = quantized / max(sum(p.numel for p in matrices), 1)
@@ -231,7 +222,6 @@ def _quantize_layers(
         elif weight not in left_alone:
             chosen.append((weight, users))
     weights = [weight for weight, _ in chosen]
-    check_no_replica(modules, weights)
     names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
     groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
     params = [
@@ -247,17 +237,13 @@ def _quantize_layers(
         param.parameter_name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
-    alone = sorted({*range(len(chosen))}.difference(*groups))
+    group_of = {i: group[0] for group in groups for i in group}
+    real = [i for i, weight in enumerate(weights) if not weight.is_meta]
+    targets, values = [params[i] for i in real], [weights[i].detach() for i in real]
     # Reads attributes of tensor subclasses directly.
     with torch._C.DisableTorchFunctionSubclass():
-        for members in (*groups, *([i] for i in alone)):
-            real = [i for i in members if not weights[i].is_meta]
-            values = [weights[i].detach() for i in real]
-            if len(real) == 1:
-                params[real[0]]._write(values[0])
-            elif real:
-                targets, dtypes = [params[i] for i in real], [x.dtype for x in values]
-                cast(targets, values, dtypes, scales=[0] * len(real))
+        scales = [group_of.get(i, i) for i in real]
+        cast(targets, values, [x.dtype for x in values], scales=scales)
         for param, weight in zip(params, weights, strict=True):
             if weight.requires_grad:
                 param._high_precision_init_val = weight.detach()
@@ -296,12 +282,8 @@ def use_plain_state_dict(model: Model) -> Model:
     these hold. Loading the optimizer's state after the model's gives back every byte at once, and
     the next step does so in any case. DTensors stay as they are.
 
-    Args:
-        model: Includes quantized parameters, also those of later calls of :func:`quantize_model`.
-
-    Returns:
-        ``model``. Its ``load_state_dict`` raises a ValueError where plain values would take the
-        place of quantized parameters (``assign=True``).
+    Later calls of :func:`quantize_model` count. Returns ``model``, whose ``load_state_dict`` raises
+    a ValueError where plain values would take the place of quantized weights (``assign=True``).
     """
     model.register_state_dict_post_hook(_dequantize_values)
     model.register_load_state_dict_pre_hook(_refuse_plain_parameters)
@@ -314,9 +296,8 @@ def _refuse_storage(weight: QuantizedTensor) -> NoReturn:
     raise RuntimeError(
         "weights must be plain tensors to be saved by memory address, as safetensors does, got "
         f"{type(weight).__name__} of shape {tuple(weight.shape)}; call "
-        "fp4adam.use_plain_state_dict(model) once after quantize_model, and save_pretrained, the "
-        "Trainer and safetensors save decoded values; fp4adam.export_checkpoint(model, folder) "
-        "writes the trained bytes"
+        "fp4adam.use_plain_state_dict(model) once, and save_pretrained and safetensors save "
+        "decoded values; fp4adam.export_checkpoint(model, folder) writes the trained bytes"
     )
 
 
@@ -356,7 +337,6 @@ def quantized_init(
     *,
     scale_groups: ScaleGroups = (),
     enabled: bool = True,
-    preserve_high_precision_init_val: bool = True,
 ) -> Iterator[None]:
     """Quantize every module that is built inside the ``with`` block, as ``quantize_model`` does.
 
@@ -371,15 +351,13 @@ def quantized_init(
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
         enabled: False leaves what is built inside alone, also in the blocks around this one.
-        preserve_high_precision_init_val: False frees the values before quantization at the end of
-            the block. Masters then start from decoded values.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
     """
     quantizer = resolve_recipe(recipe) if enabled else None
     check_filter(filter)
-    # Whether each module that still exists is new; the order is that of first sight.
+    # Whether each module that still exists is new, in the order of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
     left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -420,11 +398,6 @@ def quantized_init(
         leaves=filter is None,
         keeps_others=True,
     )
-    if not preserve_high_precision_init_val:
-        for module in new:
-            for param in module.parameters(recurse=False):
-                if isinstance(param, QuantizedTensor):
-                    param.clear_high_precision_init_val()
     with_weights = [root for root in roots if next(root.parameters(), None) is not None]
     # What was there before, or was left alone, is not meant.
     asked = filter is not None or any(part not in new for root in roots for part in root.modules())

@@ -8,7 +8,6 @@ from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mxfp4 import MXFP4Quantizer
 from fp4adam.formats.mxfp8 import MXFP8Quantizer
 from fp4adam.formats.nvfp4 import NVFP4Quantizer
-from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.nn.operand import FORMATS
 from fp4adam.tensors.quantizer import Operands, Quantizer
 
@@ -27,38 +26,22 @@ RECIPES: dict[FormatName, Quantizer] = {
 class Recipe:
     """Which operands of linear layers are quantized; by default the weights alone.
 
-    A matmul whose two operands are quantized runs on units of the GPU for it, in the format of the
-    weight: Float8 on compute capability 8.9 and later, Float8Block on 9.0, MXFP8 and NVFP4 on 10.0
-    and later. All other matmuls read the dequantized weight. A CPU multiplies the decoded operands
-    instead. Casts are plain operators, which ``torch.compile`` fuses: compile the model.
-    Stacks of experts are quantized alone.
+    y = x W^T multiplies codes with ``activations``, dx = dy W with ``gradients``, and dW = dy^T x
+    with both, but for MXFP8; all other products read the dequantized weight. They run on units of
+    the GPU for the format of the weight: Float8 on compute capability 8.9 and later, Float8Block on
+    9.0, MXFP8 and NVFP4 on 10.0 and later. A CPU multiplies the decoded operands instead. Casts are
+    plain operators, which ``torch.compile`` fuses: compile the model. Stacks of experts are
+    quantized alone, and under tensor parallelism dW stays in high precision. The blocks and codes
+    of each format are in docs/matmuls.md.
 
     ``activations="fake"`` is fake quantization, for quantization-aware training (W4A4, W8A8) on any
     device: activations are quantized and decoded to their own dtype before an ordinary matmul, in
-    blocks as in the table. Both gradients are those of that matmul, straight through the rounding.
-
-    ====================  ===============================  =======================================
-    matmul                runs on quantized operands with  and both blocks of
-    ====================  ===============================  =======================================
-    y = x W^T             activations                      Float8: tensors; Float8Block: 1x128 x
-                                                           128x128; MXFP8: 32; NVFP4: 16
-    dx = dy W             gradients                        the same
-    dW = dy^T x           both and weight_gradients, but   Float8: tensors; Float8Block: 1x128;
-                          for MXFP8                        NVFP4: 16; along the tokens
-    ====================  ===============================  =======================================
-
-    Float8 activations are E4M3 and gradients E5M2, by the current amax of each tensor, with scales
-    that are powers of two.
-
-    NVFP4 follows Transformer Engine's recipe: gradients are rounded at random (from torch's default
-    generator), and both operands of dW go through a 16-point random Hadamard transform along the
-    tokens. No GPU with the units for it has run them here. Under tensor parallelism dW of
-    NVFP4 and Float8 stays in high precision.
+    the same blocks. Both gradients are those of that matmul, straight through the rounding.
 
     Args:
-        weights: "nvfp4", "mxfp8", "mxfp4", "float8block", "float8" or a quantizer. Weights of a
-            name keep the codes that matmuls read: columnwise ones with ``gradients`` alone; those
-            of a quantizer keep what it says. MXFP4 is for weights alone.
+        weights: "nvfp4", "mxfp8", "mxfp4" (for weights alone), "float8block", "float8" or a
+            quantizer. Weights of a name keep the codes that matmuls read, those of a quantizer what
+            it says.
         activations: Quantize the inputs of linear layers; "fake" decodes them again.
         gradients: Quantize the gradients of their outputs; rounded to nearest but in NVFP4.
         weight_gradients: With False, gradients of weights are products in high precision, for which
@@ -97,6 +80,12 @@ class Recipe:
                 "False: gradients of weights are in high precision then anyway; leave it out"
             )
         weights = resolve_recipe(self.weights, columnwise=self.gradients)
+        if (self.activations or self.gradients) and type(weights) not in FORMATS:
+            names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
+            raise ValueError(
+                "activations and gradients must be False unless weights are of "
+                f"{names}, got {weights}; quantize the weights alone"
+            )
         if self.activations == "fake":
             for name in ("gradients", "emulate"):
                 if getattr(self, name):
@@ -104,14 +93,7 @@ class Recipe:
                         f'{name} must be False with activations="fake", got True: its matmuls are '
                         "ordinary ones; pass activations=True for matmuls of codes"
                     )
-            check_fake_quantizes(weights)
             return
-        if (self.activations or self.gradients) and type(weights) not in FORMATS:
-            names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
-            raise ValueError(
-                "activations and gradients must be False unless weights are of "
-                f"{names}, got {weights}; quantize the weights alone"
-            )
         for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
             if wanted and not getattr(weights, usage):
                 name = "activations" if usage == "rowwise" else "gradients"
@@ -137,14 +119,8 @@ class Recipe:
         )
 
 
-def resolve_recipe(
-    recipe: FormatName | Quantizer | Recipe, *, columnwise: bool = False
-) -> Quantizer:
-    """The quantizer of weights for a recipe.
-
-    Args:
-        recipe: A name, a quantizer or a recipe.
-        columnwise: Give a format of a name the codes that products of gradients read.
+def resolve_recipe(recipe: FormatName | Quantizer | Recipe, columnwise: bool = False) -> Quantizer:
+    """The quantizer of weights for a recipe; ``columnwise`` codes are for gradients' products.
 
     Raises:
         ValueError: If the name is unknown.

@@ -2,11 +2,10 @@
 
 ``torch.utils.swap_tensors`` gives the object the class and the memory of another tensor. So
 optimizers, tied modules, lists of averages and hooks that have the parameter see the new content.
-First everything is checked, then new tensors are prepared, then all of them are swapped.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,18 +25,16 @@ def check_weight(name: str, weight: nn.Parameter | None) -> None:
             "fully_shard after quantize_model"
         )
     if weight is None or isinstance(weight, nn.UninitializedParameter):
-        state = "none" if weight is None else "one without a shape"
-        raise ValueError(
-            f"weight of layer {name!r} must be an ordinary parameter, got {state}; quantize before "
-            "adding a parametrization and after the first forward pass of a lazy layer, or leave "
-            "this layer in high precision (filter=...)"
-        )
-    if type(weight) is not nn.Parameter and not isinstance(weight, FakeTensor | QuantizedTensor):
-        raise ValueError(
-            f"weight of layer {name!r} must be an ordinary parameter, got a "
-            f"{type(weight).__name__}, whose behavior a quantized one would not have; leave this "
-            "layer alone (filter=...)"
-        )
+        kind = "none" if weight is None else "one without a shape"
+    elif type(weight) is nn.Parameter or isinstance(weight, FakeTensor | QuantizedTensor):
+        return
+    else:
+        kind = f"a {type(weight).__name__}, whose behavior a quantized one would not have"
+    raise ValueError(
+        f"weight of layer {name!r} must be an ordinary parameter, got {kind}; quantize before "
+        "adding a parametrization and after the first forward pass of a lazy layer, or leave "
+        "this layer in high precision (filter=...)"
+    )
 
 
 def check_attributes(name: str, weight: nn.Parameter, successor: nn.Parameter) -> None:
@@ -61,13 +58,10 @@ _WRAPPERS = {
 }
 
 
-def check_no_replica(modules: Iterable[nn.Module], weights: Sequence[nn.Parameter] = ()) -> None:
-    """Raise ValueError if a wrapper has taken one of the parameters already; FSDP1 takes all."""
+def check_no_replica(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError if a wrapper that takes parameters apart is among the modules."""
     for module in modules:
-        kinds = _WRAPPERS.keys() & {kind.__name__ for kind in type(module).__mro__}
-        kind = kinds.pop() if kinds else None
-        takes_all = kind == "FullyShardedDataParallel"
-        if kind and (takes_all or not {*module.parameters()}.isdisjoint(weights)):
+        for kind in _WRAPPERS.keys() & {kind.__name__ for kind in type(module).__mro__}:
             raise ValueError(
                 f"model must not be wrapped by {kind} yet, got one that is; {_WRAPPERS[kind]}"
             )
@@ -85,8 +79,7 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
     Attributes, hooks and gradients stay. The layers then show the format.
 
     Raises:
-        RuntimeError: If torch cannot swap one of them because something else has its memory. None
-            has changed then.
+        RuntimeError: If something else refers to one of them. None has changed then.
     """
     weights = [*weights]
     pairs = {module._parameters[name]: (name, new) for module, name, new in weights}
@@ -94,7 +87,6 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
     try:
         for old, (name, new) in pairs.items():
             if old is not new:
-                _hand_over(old, new)
                 _swap(name, old, new)
                 done.append((old, new))
     except BaseException:
@@ -111,16 +103,11 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         module.extra_repr = functools.partial(_extra_repr, module)
 
 
-def _hand_over(weight: nn.Parameter, successor: nn.Parameter) -> None:
-    vars(successor).update(_attributes(weight))
-    # The dictionaries themselves, so that the handles of registered hooks still remove them.
-    successor._backward_hooks = weight._backward_hooks
-    successor._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
-    successor.grad_dtype = weight.grad_dtype
-    successor.grad = weight.grad
-
-
 def _swap(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+    vars(new).update(_attributes(old))
+    # The dictionaries themselves, so that the handles of registered hooks still remove them.
+    for part in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "grad"):
+        setattr(new, part, getattr(old, part))
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:

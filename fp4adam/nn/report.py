@@ -37,7 +37,6 @@ class ParameterSummary:
     init_nbytes: int  # of the value before quantization
     reason: str  # why quantize_model does not take a matrix or a stack of them, or ""
     state_nbytes: int  # of the optimizer, in host memory as well
-    host_nbytes: int  # those in host memory, for a parameter on another device
 
     @property
     def numel(self) -> int:
@@ -96,9 +95,8 @@ class ModelSummary:
         for row in table:
             cells = zip(row, widths, sides, strict=False)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells))
-        numel, nbytes, init, state, host = map(
-            self.total, ("numel", "nbytes", "init_nbytes", "state_nbytes", "host_nbytes")
-        )
+        names = "numel", "nbytes", "init_nbytes", "state_nbytes"
+        numel, nbytes, init, state = map(self.total, names)
         bits, per_parameter = 8 * nbytes / max(numel, 1), state / max(numel, 1)
         lines += ["", self.describe()]
         lines.append(f"{numel:,} parameters in {nbytes:,} bytes, {bits:.2f} bits per parameter")
@@ -108,10 +106,8 @@ class ModelSummary:
                 "first step"
             )
         if state:
-            on_host = f", {host:,} of them in host memory" if host else ""
             lines.append(
-                f"{state:,} bytes of the optimizer's state{on_host}, {per_parameter:.2f} bytes per "
-                "parameter"
+                f"{state:,} bytes of the optimizer's state, {per_parameter:.2f} bytes per parameter"
             )
         elif self.has_state:
             lines.append("no optimizer state yet: the first step creates it")
@@ -123,30 +119,19 @@ class ModelSummary:
 def summary(model: nn.Module, optimizer: Optimizer | None = None) -> ModelSummary:
     """Which parameters of a model are quantized, to which format, and in how many bytes.
 
-    ::
-
-        print(fp4adam.summary(model, optimizer))
-
-    It reads shapes and types alone: models on the meta device and sharded ones have one as well.
-    The result has ``parameters``, ``quantized``, ``describe()`` and ``total(name)`` of a number.
+    Print it, or read ``parameters``, ``quantized``, ``describe()`` and ``total(name)`` of a number.
+    It takes shapes and types alone: models on the meta device and sharded ones have one as well.
 
     Args:
         model: Any module.
         optimizer: Any torch optimizer, whose state is counted; None leaves it out.
-
-    Raises:
-        TypeError: If ``model`` is not an ``nn.Module``, or ``optimizer`` not a torch optimizer.
     """
     check_module(model)
     _check_optimizer(optimizer)
-    owners: dict[nn.Parameter, nn.Module] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, module)
     states = {} if optimizer is None else optimizer.state
     parameters = [
-        _of_parameter(name, owners[param], param, states.get(param, {}))
-        for name, param in model.named_parameters()
+        _of_parameter(name, model.get_submodule(name.rpartition(".")[0]), p, states.get(p, {}))
+        for name, p in model.named_parameters()
     ]
     return ModelSummary(tuple(parameters), optimizer is not None)
 
@@ -183,9 +168,8 @@ def _of_parameter(
     # FusedAdam does not show the scales of narrow states. Step counts are on the host.
     leaves = map(local, pytree.tree_leaves(getattr(state, "stored", state)))
     parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    host = sum(part.nbytes for part in parts if part.is_cpu and not own.is_cpu)
     init_nbytes, state_nbytes = 0 if init is None else init.nbytes, sum(x.nbytes for x in parts)
-    numbers = nbytes, init_nbytes, reason, state_nbytes, host
+    numbers = nbytes, init_nbytes, reason, state_nbytes
     return ParameterSummary(name, layer, shape, kind, is_quantized, *numbers)
 
 
@@ -207,14 +191,6 @@ _SUMS = ("squares", "squared_errors", *dict.fromkeys(s for pair in _SHARES.value
 class QuantizationMonitor:
     """Measures how well quantized weights represent their masters; it costs only when called.
 
-    ::
-
-        monitor = fp4adam.QuantizationMonitor(model, optimizer)
-        for step, batch in enumerate(batches):
-            ...
-            if step % 100 == 0:
-                wandb.log(monitor.measure(), step=step)
-
     Between calls it keeps at most 1 MiB of codes per weight, in host memory. A call decodes one
     weight at a time to FP32, and waits for the device. With weights of FSDP2 or other DTensors call
     it on every rank; all of them get the numbers of the whole weights.
@@ -223,9 +199,6 @@ class QuantizationMonitor:
         model: A model with quantized weights, before or after the optimizer's first step.
         optimizer: Its optimizer. None leaves out what compares with masters and moments, unless a
             weight still has its high-precision initial value.
-
-    Raises:
-        TypeError: If ``model`` is not an ``nn.Module``, or ``optimizer`` not a torch optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -239,22 +212,11 @@ class QuantizationMonitor:
     def measure(self) -> dict[str, float]:
         """The numbers of all quantized weights, by ``"<number>/<name of the weight>"``.
 
-        ``"<number>/all"`` is that of all weights together. Shares are between 0 and 1.
-
-        ======================  ====================================================================
-        number                  of a weight
-        ======================  ====================================================================
-        relative_error          norm of (decoded weight - master) over the norm of the master
-        underflow_share         of elements: decoded to 0 though the master is not
-        zero_share              of elements: decoded to 0
-        saturated_share         of codes: with the largest magnitude, 6 or 448
-        changed_share           of codes: other than at the last call; from up to 2**20 bytes
-        amax                    largest magnitude of the decoded weight
-        nonfinite_share         of elements: the master is NaN or infinite
-        exp_avg_zero_share      of elements: the stored first moment is 0
-        exp_avg_sq_zero_share   of elements: the stored second moment is 0 or, in 8 or 16 bits,
-                                the smallest number of its block
-        ======================  ====================================================================
+        ``"<number>/all"`` is that of all weights together. The numbers are "relative_error" against
+        the master, "amax", and shares between 0 and 1: "underflow_share", "zero_share",
+        "saturated_share", "changed_share" since the last call (of up to 2**20 bytes),
+        "nonfinite_share", "exp_avg_zero_share" and "exp_avg_sq_zero_share". The page "Monitoring"
+        says what each means.
 
         Numbers without a basis are left out, such as ``changed_share`` at the first call. Without a
         state, errors are those against the high-precision initial value. Of NVFP4 and MXFP8 weights

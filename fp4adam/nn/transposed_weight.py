@@ -19,11 +19,10 @@ from fp4adam.nn.fake_quantize import fake_quantize
 from fp4adam.nn.operand import (
     check_weight,
     has_quantized_operands,
-    has_weight_gradient,
+    matmul,
     quantize,
     weight_operand,
 )
-from fp4adam.nn.scaled_matmul import matmul, runs_natively
 from fp4adam.tensors.backend import runs_eagerly
 from fp4adam.tensors.quantized_tensor import (
     QuantizedTensor,
@@ -35,11 +34,7 @@ aten = torch.ops.aten
 
 
 class TransposedWeight(torch.Tensor):
-    """A quantized weight with its last two dimensions exchanged; operators see its values.
-
-    Attributes:
-        weight: The weight, [out_features, in_features] or a stack of such.
-    """
+    """A quantized weight with its last two dimensions exchanged; operators see its values."""
 
     weight: QuantizedTensor
 
@@ -51,9 +46,6 @@ class TransposedWeight(torch.Tensor):
 
     def __init__(self, weight: QuantizedTensor) -> None:
         self.weight = weight
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"TransposedWeight({self.weight!r})"
 
     @classmethod
     def __torch_function__(
@@ -72,15 +64,13 @@ class TransposedWeight(torch.Tensor):
             return args[0].weight._alias()
         if func in (aten.detach.default, aten.alias.default):
             return cls(args[0].weight)
+        dtype = args[0].dtype if func is aten._grouped_mm.default else None
         if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], cls):
-            *_, x, other = args
+            *bias, x, other = args
+            dtype = x.dtype
             if other.weight.quantizer.operands.activations:
                 y = _product_of_codes(x, other.weight, "rowwise")
-                if func is aten.mm.default:
-                    return y
-                return torch.add(y, args[0], alpha=kwargs.get("beta", 1))
-            return func(*args[:-1], other.weight._read(x.dtype).t(), **kwargs)
-        dtype = args[0].dtype if func is aten._grouped_mm.default else None
+                return torch.add(y, *bias, alpha=kwargs.get("beta", 1)) if bias else y
         args, kwargs = pytree.tree_map_only(
             cls, lambda t: t.weight._read(dtype).transpose(-2, -1), (args, kwargs)
         )
@@ -158,14 +148,6 @@ def _t(func: Callable, tensor: QuantizedTensor) -> Tensor:
         )
     if has_quantized_operands(tensor.quantizer):
         check_weight(tensor)
-        # For NVFP4 that product stays in high precision.
-        if has_weight_gradient(tensor.quantizer) and tensor.quantizer.layout.block == 128:
-            raise NotImplementedError(
-                "weight must not have quantized activations and gradients in Float8Block under "
-                "tensor parallelism, where torch multiplies the gradient of a weight in high "
-                f"precision, got one with {tensor.quantizer.operands}; use a Recipe with "
-                "gradients=False, or another format"
-            )
     return TransposedWeight(tensor)
 
 
@@ -182,6 +164,5 @@ def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
 def _product_of_codes(x: Tensor, weight: QuantizedTensor, usage: str) -> Tensor:
     """The product of quantized rows and a direction of a weight, both as operands of its recipe."""
     rows, _ = quantize(x, weight.quantizer, True, is_gradient=usage == "columnwise")
-    native, operand = runs_natively(weight.quantizer, x.device), weight_operand(weight, usage)
-    is_forward = usage == "rowwise"
-    return matmul(rows, operand, weight.quantizer, x.dtype, native, is_forward)[: len(x)]
+    operand, is_forward = weight_operand(weight, usage), usage == "rowwise"
+    return matmul(rows, operand, weight.quantizer, x.dtype, is_forward)[: len(x)]

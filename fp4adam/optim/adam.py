@@ -69,7 +69,7 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     weight_decay = float(group["weight_decay"])
     decay = weight_decay
-    if group["adam_w_mode"]:
+    if group["decoupled_weight_decay"]:
         # Infinite lr times zero decay would be NaN.
         decay = 1 - lr * weight_decay if weight_decay else 1.0
     bias_correction1 = bias_correction2 = 1.0

@@ -1,6 +1,6 @@
 """Checks of everything that the optimizers refuse. They raise, and change nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 QUANTIZE_FROM = ("master", "param_dtype")
+_OF_OPTIMIZER = frozenset(Options.__dataclass_fields__) - {"name", "capturable"} | {
+    "states",
+    "scale_groups",
+}
 CAPTURE_AROUND = (
     "capture forward and backward, and call step() outside the graph: it writes weights at the "
     "addresses that the graph reads"
@@ -27,12 +31,7 @@ CAPTURE_AROUND = (
 
 
 def check_options(options: Options, amsgrad: bool) -> None:
-    """Raise if the storage options are invalid or contradict each other.
-
-    Raises:
-        ValueError: If a state cannot be stored in the given dtype.
-        NotImplementedError: For ``amsgrad`` with second moments that are not float32.
-    """
+    """Raise if a state cannot be stored in its dtype, or with ``amsgrad`` not in that."""
     codecs = options.codecs(torch.float32)
     if amsgrad and not codecs["exp_avg_sq"].exact:
         raise NotImplementedError(
@@ -51,7 +50,6 @@ def check_mode() -> None:
 
 
 def check_quantize_from(quantize_from: str) -> None:
-    """Raise ValueError if ``quantize_from`` is unknown."""
     if quantize_from not in QUANTIZE_FROM:
         raise ValueError(
             f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
@@ -59,35 +57,40 @@ def check_quantize_from(quantize_from: str) -> None:
         )
 
 
+def check_group_names(group: Mapping[str, Any]) -> None:
+    """Raise if a group has an option that groups do not have, or not under this name."""
+    of_optimizer = group.keys() & _OF_OPTIMIZER
+    if of_optimizer:
+        raise ValueError(
+            f"{min(of_optimizer)} must be an option of the optimizer, got it in a parameter group, "
+            "where it would have no effect; pass it to the constructor, or make an optimizer for "
+            "each"
+        )
+    if "adam_w_mode" in group:
+        raise ValueError(
+            "decoupled_weight_decay must be set in a parameter group that is in use, got "
+            'adam_w_mode; it is called group["decoupled_weight_decay"] there, as in torch.optim'
+        )
+
+
 def is_quantized(param: Tensor) -> bool:
-    """Whether a parameter, or this rank's part of one, is a quantized tensor of any package."""
+    """True for quantized tensors of any package, and DTensors of them."""
     own = local(param)
     return isinstance(own, QuantizedTensor) or is_foreign(own)
-
-
-def check_whole_masters(name: str, states: str) -> None:
-    """Raise ValueError if ``states`` asks an optimizer of masters to store these in fewer bits."""
-    if states != "32bit":
-        raise ValueError(
-            f"states must be '32bit' for {name}, got {states!r}: the inner optimizer steps the "
-            "masters as its parameters, in FP32; use FP4Adam for masters and moments in fewer "
-            "bits, or an inner optimizer with small states, such as FusedAdam with "
-            "exp_avg_dtype=torch.bfloat16"
-        )
 
 
 def check_param(options: Options, param: Tensor) -> None:
     """Raise if an optimizer with these options could never update ``param``."""
     name, own = options.name, local(param)
     if is_foreign(own):
-        adapter_of(own)
-    if is_quantized(param) and options.capturable:
+        adapter_of(own)  # raises if there is none
+    if is_quantized(own) and options.capturable:
         raise NotImplementedError(
             "capturable must be False for quantized parameters, got True: re-quantization takes "
             "its scales from values that exist on the device only between launches, and a CUDA "
             f"graph would replay the step with the scalars of its capture; {CAPTURE_AROUND}"
         )
-    if is_quantized(param) and not options.master_weights:
+    if is_quantized(own) and not options.master_weights:
         _check_needs_no_master(own)
     if param.is_complex():
         raise ValueError(
@@ -111,10 +114,7 @@ def check_param(options: Options, param: Tensor) -> None:
 
 
 def _check_needs_no_master(own: Tensor) -> None:
-    """Raise ValueError if a quantized weight cannot be trained without a master.
-
-    It can if its codes have the significant bits of E4M3 whatever its scales are.
-    """
+    """Raise unless the codes have the significant bits of E4M3 whatever the scales are."""
     known = isinstance(own, QuantizedTensor)
     layout = (own.quantizer if known else adapter_of(own).quantizer(own)).layout
     has_power_of_two = layout.scale_type == "e8m0" or layout.scale_rule.force_pow_2_scales
@@ -129,7 +129,6 @@ def _check_needs_no_master(own: Tensor) -> None:
 
 
 def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
-    """Raise ValueError if one of ``params`` is not among the parameters of the optimizer."""
     known = set(known)
     for i, param in enumerate(params):
         if param not in known:
@@ -141,13 +140,12 @@ def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
 
 
 def check_distinct(params: Sequence[Tensor]) -> None:
-    """Raise ValueError if a parameter, or the memory of a quantized one, is in the groups twice."""
+    """Raise if a parameter, or the memory of a quantized one, is in the groups twice."""
     seen: set[Any] = set()
     for i, param in enumerate(params):
-        own = local(param)
-        memory = own._shared if isinstance(own, QuantizedTensor) else param
-        is_twice = param in seen or memory in seen
-        seen |= {param, memory}
+        memory = {param, getattr(local(param), "_shared", param)}
+        is_twice = not seen.isdisjoint(memory)
+        seen |= memory
         if is_twice:
             raise ValueError(
                 f"each parameter must be in the groups once, got number {i}, of shape "
@@ -156,12 +154,7 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
-    """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together.
-
-    Raises:
-        ValueError: If a member is missing.
-        NotImplementedError: If members are sharded over different ranks.
-    """
+    """Raise if ``peers``, an optimizer's parameters of a group, cannot be quantized together."""
     if len(peers) != len(group.names):
         raise ValueError(
             "all members of a scale group must be parameters of one optimizer, got "
@@ -212,10 +205,7 @@ def _check_dtype(name: str, param: Tensor) -> None:
 
 
 def check_capturable(param: Tensor, grad: Tensor | None) -> None:
-    """Raise RuntimeError for a parameter of a capturable optimizer that kernels cannot step.
-
-    Torch operators would need the step count on the host.
-    """
+    """Raise for a parameter that kernels cannot step; operators count steps on the host."""
     if not param.numel():
         return
     got = f"a parameter of shape {tuple(param.shape)}, {param.dtype} on {param.device}"
@@ -263,61 +253,46 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 def check_state(
     param: Tensor, state: dict[str, Any], options: Options, is_offloaded: bool = False
 ) -> None:
-    """Raise RuntimeError if the state of ``param`` has wrong shapes, dtypes, devices or strides.
+    """Raise if a state has wrong shapes, dtypes, devices or strides.
 
     The kernels take bare addresses, so they would write past the end of a tensor that is too small.
     If states are offloaded, they may be on the host as well.
     """
     devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
-    codecs = options.codecs(param.dtype)
-    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "param_remainder"):
+    own, codecs = local(param), options.codecs(param.dtype)
+    for name in (*SCALES, "param_remainder"):
         if name not in state:
             continue
-        value = state[name]
-        if value.shape != param.shape or value.device not in devices:
+        value, codes = state[name], local(state[name])
+        is_alike = value.shape == param.shape and codes.shape == own.shape
+        if not is_alike or value.device not in devices:
             raise RuntimeError(
                 "the state must have the shape and device of its parameter, "
-                f"{tuple(param.shape)} on {param.device}, got {name} {tuple(value.shape)} on "
-                f"{value.device}; optimizer.load_state_dict(optimizer.state_dict()) moves it, "
-                "for a new shape create a new optimizer"
+                f"{tuple(param.shape)} on {param.device} ({tuple(own.shape)} on this rank), got "
+                f"{name} {tuple(value.shape)} on {value.device} ({tuple(codes.shape)}); "
+                "optimizer.load_state_dict(optimizer.state_dict()) moves it, for a new shape "
+                "create a new optimizer"
             )
-        codes = local(value)
-        if codes.shape != local(param).shape:
-            raise RuntimeError(
-                f"the state must be sharded like its parameter, {tuple(local(param).shape)} here, "
-                f"got {name} {tuple(codes.shape)}; load states with load_state_dict()"
-            )
-        if name == "param_remainder" and codes.dtype != torch.int16:
-            raise RuntimeError(
-                f"param_remainder must be int16, got {codes.dtype}; load states with "
-                "load_state_dict()"
-            )
-        if name not in codecs:
-            continue
-        codec = codecs[name]
+        codec = codecs.get(name)
         if name == "master_param" and codes.dtype == torch.float32 and SCALES[name] not in state:
             continue  # just loaded, in FP32; the next step encodes it
-        if codes.dtype != codec.dtype or not (codec.exact or is_dense(codes)):
+        dtype = torch.int16 if name == "param_remainder" else codec and codec.dtype
+        is_bad = codec is not None and not (codec.exact or is_dense(codes))
+        if is_bad or dtype not in (None, codes.dtype):
             raise RuntimeError(
-                f"{name} must be dense and stored as {codec.dtype}, got {codes.dtype} with "
-                f"strides {codes.stride()}; load states with load_state_dict()"
+                f"{name} must be dense and stored as {dtype}, got {codes.dtype} with strides "
+                f"{codes.stride()}; load states with load_state_dict()"
             )
-        if codec.scaled:
-            _check_scales(name, state, codes)
+        if codec is not None and codec.scaled:
+            _check_scales(SCALES[name], state, codes)
 
 
 def _check_scales(name: str, state: dict[str, Any], codes: Tensor) -> None:
-    scales = state.get(SCALES[name])
-    if scales is None:
+    n_blocks, found = -(-codes.numel() // STATE_BLOCK), None
+    if isinstance(scales := state.get(name), Tensor):
+        found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
+    if found != ((n_blocks,), torch.uint8, codes.device, True):
         raise RuntimeError(
-            f"{SCALES[name]} must be there beside {name}, got {sorted(state)}; load states with "
-            "load_state_dict()"
-        )
-    needed = torch.Size((-(-codes.numel() // STATE_BLOCK),))
-    kind = scales.shape, scales.dtype, scales.device
-    if kind != (needed, torch.uint8, codes.device) or not scales.is_contiguous():
-        raise RuntimeError(
-            f"{SCALES[name]} must be contiguous uint8 {tuple(needed)} on {codes.device}, got "
-            f"{tuple(scales.shape)} of {scales.dtype} on {scales.device}; load states with "
-            "load_state_dict()"
+            f"{name} must be contiguous uint8 ({n_blocks},) on {codes.device}, got "
+            f"{found}; load states with load_state_dict()"
         )

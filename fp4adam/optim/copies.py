@@ -60,58 +60,40 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         scales_of_others = ScaleWriteback(borrowed)
         scales_of_others.read()
         for tensor, of_one in zip(tensors, parts, strict=True):
-            tensor.quantize_(_joined(of_one))
+            values = [part.detach().contiguous() for part in of_one]
+            tensor.quantize_(values[0] if len(values) == 1 else torch.cat(values))
         scales_of_others()
         torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """The rows of all parts as one tensor; a view if they follow each other in memory."""
-    first, *others = (part.detach().contiguous() for part in parts)
-    end = first
-    for other in others:
-        is_next = other.data_ptr() == end.data_ptr() + end.nbytes
-        if not is_next or other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat([first, *others])
-        end = other
-    return first.as_strided(_shape(parts), first.stride())
-
-
-def _shape(parts: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return (sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
 def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
     """Raise unless the copy can be written from its weight."""
     for part in parts:
-        kind = type(part).__name__
+        is_quantized = isinstance(part, QuantizedTensor) or is_foreign(part)
         if is_dtensor(part):
             raise ValueError(
-                f"weights must be whole to have a quantized copy, got a {kind} of placements "
-                f"{part.placements}; under fully_shard, quantize the weights themselves: copies "
-                "of gathered weights live for one forward pass"
+                f"weights must be whole to have a quantized copy, got a {type(part).__name__} of "
+                f"placements {part.placements}; under fully_shard, quantize the weights "
+                "themselves: copies of gathered weights live for one forward pass"
             )
-        if (
-            isinstance(part, QuantizedTensor)
-            or is_foreign(part)
-            or part.dtype not in HIGH_PRECISION_DTYPES
-        ):
+        if is_quantized or part.dtype not in HIGH_PRECISION_DTYPES:
             raise ValueError(
                 "weights must be plain float32, bfloat16 or float16 tensors to have a quantized "
-                f"copy, got a {kind} of {part.dtype}; FP4Adam steps quantized weights themselves"
+                f"copy, got a {type(part).__name__} of {part.dtype}; FP4Adam steps quantized "
+                "weights themselves"
             )
-    is_sharded = is_dtensor(copy) or (
-        isinstance(copy, QuantizedTensor) and copy.global_spec is not None
-    )
-    if is_sharded or not (isinstance(copy, QuantizedTensor) or is_foreign(copy)):
+    is_own = isinstance(copy, QuantizedTensor)
+    is_shard = is_dtensor(copy) or is_own and copy.global_spec is not None
+    if is_shard or not (is_own or is_foreign(copy)):
         raise ValueError(
             f"copies must be whole quantized tensors, got a {type(copy).__name__}"
-            f"{' that is a shard' if is_sharded else ''}; make one with quantizer.quantize(weight)"
+            f"{' that is a shard' if is_shard else ''}; make one with quantizer.quantize(weight)"
         )
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     is_there = all(part.device == copy.device for part in parts)
-    if not is_there or flat_shape(_shape(parts)) != flat_shape(tuple(copy.shape)):
+    if not is_there or flat_shape(shape) != flat_shape(tuple(copy.shape)):
         raise ValueError(
-            f"copies must have the shape and device of their weight, {_shape(parts)} on "
+            f"copies must have the shape and device of their weight, {shape} on "
             f"{parts[0].device}, got {tuple(copy.shape)} on {copy.device}; quantize the weight "
             "again after moving or replacing it"
         )

@@ -20,7 +20,7 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.optim.master_weights import find_stale, say_restarted
+from fp4adam.optim.master_weights import find_stale, warn_of_restarts
 from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.optim.target import State, Target, Targets, scales_of
@@ -128,6 +128,7 @@ class Engine:
         checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
+            checks.check_group_names(group)
 
     # What engines with offloaded states do in another way
 
@@ -206,9 +207,8 @@ class Engine:
 
     def _structure(self) -> list:
         """Everything but the tensors that the kernels and the layout of the state depend on."""
-        names = "amsgrad", "adam_w_mode", "fused"
+        names = "amsgrad", "decoupled_weight_decay", "fused"
         return [
-            self.targets.options,
             *((id(group), len(params), self.updates(group)) for group, params in self.groups),
             *(group[name] for group, _ in self.groups for name in names),
         ]
@@ -242,7 +242,7 @@ class Engine:
         pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
         members = [self.targets[param] for _, param in pairs]
         stale = find_stale(members, self.states)
-        say_restarted(len(stale))
+        warn_of_restarts(len(stale))
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
@@ -326,7 +326,7 @@ class Engine:
         settle_written(sharded_weights(params))
         new: dict[Target, State] = {}
         for member in [self.targets[param] for param in params]:
-            if member.is_kept and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
+            if member.master.name and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
                 new[member] = {}
                 member.master.store(new[member], member.value())
                 new[member] = self.placed(member.owner, new[member])

@@ -99,7 +99,7 @@ class GradientRelease:
         if any(other is not self and _is_in_use(other) for other in found):
             raise RuntimeError(
                 "each parameter must be released by one optimizer, got one of shape "
-                f"{tuple(param.shape)} that another one releases; remove() its handle first"
+                f"{tuple(param.shape)} that is released already; remove() that handle first"
             )
         if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
             raise NotImplementedError(

@@ -11,13 +11,15 @@ from fp4adam.interop.adapter import is_foreign
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
-def join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups) -> None:
-    """Make the quantized weights of parameter groups members of these scale groups, and no others.
+def join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups | None) -> None:
+    """Make quantized weights members of these scale groups, and no others; None leaves them.
 
     Raises:
         ValueError: If a member is unknown, not NVFP4 or Float8 with current scaling, or in two
             groups; all weights are in the scale groups of before then.
     """
+    if scale_groups is None:
+        return
     params = [param for group in groups for param in group["params"]]
     names = [name for group in groups for name in group.get("param_names", ())]
     found = map(local, params)

@@ -23,10 +23,16 @@ from fp4adam.optim import checks
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.master_weights import adopt, find_stale
+from fp4adam.optim.master_weights import (
+    adopt,
+    find_stale,
+    together,
+    warn_of_loaded,
+    warn_of_restarts,
+)
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
-from fp4adam.optim.target import Target, Targets
+from fp4adam.optim.target import Target, Targets, is_own_master
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -56,8 +62,6 @@ class MasterWeightOptimizer(Optimizer):
             optimizer of parameter groups and options.
         quantize_from: "master" quantizes the FP32 master itself; "param_dtype" rounds it to the
             parameter's nominal dtype first, as Megatron's distributed optimizer does.
-        states: "32bit". The inner optimizer has options of its own for its states; FP4Adam stores
-            all of them in 8 or 16 bits.
         options: Further arguments of ``optimizer_class``, such as ``lr``.
 
     Attributes:
@@ -66,8 +70,7 @@ class MasterWeightOptimizer(Optimizer):
     Raises:
         TypeError: If ``optimizer_class`` does not make a ``torch.optim.Optimizer``, or a parameter
             is of another package's class without an adapter.
-        ValueError: For an unknown ``quantize_from``, ``states`` other than "32bit", and for
-            parameters that cannot be trained.
+        ValueError: For an unknown ``quantize_from`` and for parameters that cannot be trained.
         RuntimeError: For parameters on the meta device.
     """
 
@@ -79,11 +82,9 @@ class MasterWeightOptimizer(Optimizer):
         optimizer_class: Callable[..., Optimizer],
         *,
         quantize_from: Literal["master", "param_dtype"] = "master",
-        states: Literal["32bit"] = "32bit",
         **options: Any,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        checks.check_whole_masters(type(self).__name__, states)
         if not callable(optimizer_class):
             given = optimizer_class if isinstance(optimizer_class, str) else type(optimizer_class)
             raise TypeError(
@@ -143,7 +144,7 @@ class MasterWeightOptimizer(Optimizer):
     def _with_masters(self) -> list[Target]:
         """Those with a master in their state."""
         targets = [self._targets[p] for p in self._params() if MASTER in self.state.get(p, {})]
-        return [target for target in targets if target.has_master]
+        return [target for target in targets if target.master.name]
 
     # Masters in the place of parameters
 
@@ -151,7 +152,7 @@ class MasterWeightOptimizer(Optimizer):
         """New masters of those of ``params`` that are stepped by one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             targets = [self._targets[param] for param in params]
-            return {t.owner: like(t.owner, t.value()) for t in targets if t.has_master}
+            return {t.owner: like(t.owner, t.value()) for t in targets if t.master.name}
 
     def _enter(self, masters: dict[Tensor, Tensor]) -> None:
         """Put masters in the place of parameters, with FP32 copies of their gradients."""
@@ -271,6 +272,7 @@ class MasterWeightOptimizer(Optimizer):
                     checks.check_scale_group(peers, scales)
             settle_written(sharded_weights(params))
             stale = find_stale(self._with_masters(), self.state)
+            warn_of_restarts(len(stale))
             self._engine.reset_masters([target.owner for target in stale])
 
     @property
@@ -379,13 +381,14 @@ class MasterWeightOptimizer(Optimizer):
             loaded[self._targets[param]] = states[key].pop(MASTER, None)
         masters = self._new_masters(target.owner for target in loaded)
         with_masters = []
+        n_other = 0
         for target, value in loaded.items():
-            if value is not None and target.has_master:
+            if value is not None and target.master.name:
                 masters[target.owner] = value.to(target.param.device, torch.float32)
                 target.forget()
                 with_masters.append(target)
-            elif value is not None:
-                saving.adopt_master(target, {MASTER: value})
+            elif value is not None and is_own_master(target.owner):
+                n_other += not saving.adopt_master(target, local(value))
         groups, before = self.param_groups, self.state
         self.state = defaultdict(dict)
         try:
@@ -397,7 +400,9 @@ class MasterWeightOptimizer(Optimizer):
             self.inner.param_groups, self.inner.state = groups, before
             raise
         self._leave()
-        adopt(with_masters, lambda target: self.state[target.owner])
+        for peers in together(with_masters):
+            n_other += adopt(peers, [self.state[target.owner] for target in peers]).count(False)
+        warn_of_loaded(n_other, 0)
 
 
 def _own_part(param: Tensor, value: Any) -> Any:

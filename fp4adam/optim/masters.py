@@ -22,16 +22,19 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import like, local
+from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import (
     UNITS_PER_GAP,
-    CodeRemainderCodec,
+    complete,
     digest,
     is_in_reach,
     largest_values,
+    split_off,
     units,
 )
 from fp4adam.optim.state_codec import (
     CODES,
+    FLOAT32,
     INT8,
     PLAIN,
     REMAINDER,
@@ -54,12 +57,24 @@ ENTRIES = (MASTER, SCALES[MASTER], REST, DIGEST)
 _GAPS = 1.5
 
 
+def strategy(owner: Tensor, param: Tensor, options: Options) -> "NoMaster":
+    """How the master of a parameter is stored; ``param``: its local tensor."""
+    codec = options.codecs(param.dtype)[MASTER]
+    if isinstance(param, QuantizedTensor):
+        if options.master_weights:
+            return (
+                CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
+            )
+    elif param.dtype == torch.bfloat16 and options.store_param_remainders:
+        return HighHalf(owner, param)
+    elif param.dtype in (torch.bfloat16, torch.float16) and options.master_weights:
+        # int8 masters are of quantized weights.
+        return WholeMaster(owner, param, FLOAT32 if codec is INT8 else codec)
+    return NoMaster(owner, param)
+
+
 class NoMaster:
     """The parameter is its own value: a plain one, or a quantized one whose codes are rounded.
-
-    Args:
-        owner: The parameter in its group.
-        param: The local tensor.
 
     Attributes:
         name: The entry of a state that holds the master, or None.
@@ -78,9 +93,14 @@ class NoMaster:
         """The local part of the master, FP32 on the parameter's device; None if there is none."""
         return None
 
-    def store(self, state: State, value: Tensor) -> None:
-        """Keep an FP32 value in a state, in place of what it holds."""
-        _drop(state)
+    def store(self, state: State, value: Tensor | None) -> None:
+        """Keep an FP32 value that :meth:`can_hold` in a state, in place of what it holds."""
+        for name in ENTRIES:
+            state.pop(name, None)
+
+    def can_hold(self, value: Tensor) -> bool:
+        """True if the parameter need not be written to have this value as its master."""
+        return True
 
     def is_stored(self, state: State) -> bool:
         """True if a state holds the master as this strategy stores it."""
@@ -91,11 +111,15 @@ class NoMaster:
 
         ``as_te``: Keep int16 remainders as they are, as Transformer Engine does.
         """
-        return {}
+        value = self.read(state)
+        if value is None:
+            return {}
+        kept = next(state[name] for name in ENTRIES if name in state)  # may be on the host
+        return {MASTER: like(self.owner, value.to(local(kept).device))}
 
-    def belongs(self, value: Tensor) -> bool:
-        """True if every element of an FP32 value is within one gap of the parameter."""
-        return _is_near(self.param, value)
+    def belongs(self, state: State) -> bool:
+        """True if every element of the master in a state is within one gap of the parameter."""
+        return _is_near(self.param, self.read(state))
 
 
 class WholeMaster(NoMaster):
@@ -105,25 +129,26 @@ class WholeMaster(NoMaster):
 
     def __init__(self, owner: Tensor, param: Tensor, codec: StateCodec) -> None:
         super().__init__(owner, param)
-        self.stored_codec = codec
+        self._stored_codec = codec
         self.codec = PLAIN if codec.exact else codec
 
     def read(self, state: State) -> Tensor | None:
-        return _whole(state, self.stored_codec, self.param)
+        if MASTER not in state:
+            return None
+        # Models move without the states, which follow when they are loaded.
+        return StateTensor.of(state, MASTER, self._stored_codec).decode().to(self.param.device)
 
-    def store(self, state: State, value: Tensor) -> None:
-        _drop(state)
-        StateTensor.encode(self.stored_codec, value).store(state, MASTER, self.owner)
+    def store(self, state: State, value: Tensor | None) -> None:
+        super().store(state, value)
+        StateTensor.encode(self._stored_codec, value).store(state, MASTER, self.owner)
 
     def is_stored(self, state: State) -> bool:
-        return MASTER in state and local(state[MASTER]).dtype == self.stored_codec.dtype
+        return MASTER in state and local(state[MASTER]).dtype == self._stored_codec.dtype
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
-        own = {name: state[name] for name in ENTRIES[:2] if name in state}
-        if MASTER in own and not compact:
-            stored = StateTensor.of(own, MASTER, self.stored_codec)
-            StateTensor(PLAIN, stored.decode(), None).store(own, MASTER, self.owner)
-        return own
+        if compact or self._stored_codec.exact:
+            return {name: state[name] for name in ENTRIES[:2] if name in state}
+        return super().saved(state, compact, as_te)
 
 
 class HighHalf(NoMaster):
@@ -133,22 +158,18 @@ class HighHalf(NoMaster):
     codec = REMAINDER
 
     def read(self, state: State) -> Tensor | None:
+        if MASTER in state:  # loaded
+            return StateTensor.of(state, MASTER, PLAIN).decode().to(self.param.device)
         if REST not in state:
-            return _whole(state, PLAIN, self.param)
-        rest = local(state[REST])
-        return join_master(self.param.detach().to(rest.device), rest)
+            return None
+        return join_master(self.param.detach(), local(state[REST]).to(self.param.device))
 
-    def store(self, state: State, value: Tensor) -> None:
-        """Keep the remainder; as near as int16 gets if the parameter is another rounding."""
-        _drop(state)
-        bits = split_master(value)[0].view(torch.int16).to(torch.int32) << 16
-        bits += split_master(value)[1]
-        own = self.param.detach().view(torch.int16).to(torch.int32)
-        rest = (bits - (own << 16)).clamp_(-(2**15), 2**15 - 1)
-        # Bits are no distances between numbers of different signs.
-        rest.masked_fill_((bits >> 31) != (own >> 31), 0)
-        rest.masked_fill_(value.isnan(), 0)
-        state[REST] = like(self.owner, rest.to(torch.int16))
+    def store(self, state: State, value: Tensor | None) -> None:
+        super().store(state, value)
+        state[REST] = like(self.owner, split_master(value)[1])
+
+    def can_hold(self, value: Tensor) -> bool:
+        return torch.equal(self.param.view(torch.int16), split_master(value)[0].view(torch.int16))
 
     def is_stored(self, state: State) -> bool:
         return REST in state and MASTER not in state
@@ -165,43 +186,37 @@ class HighHalf(NoMaster):
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
         if REST in state and (compact or as_te):
             return {REST: state[REST]}
-        value = self.read(state)
-        return {} if value is None else {MASTER: like(self.owner, value)}
+        return super().saved(state, compact, as_te)
 
 
 class CodeRemainder(WholeMaster):
     """An int8 remainder, which completes the codes of a quantized weight to its master."""
 
     def __init__(self, owner: Tensor, param: QuantizedTensor) -> None:
-        super().__init__(owner, param, CodeRemainderCodec(param))
-        self.codec = INT8
+        super().__init__(owner, param, INT8)
+
+    def read(self, state: State) -> Tensor | None:
+        if not self.is_stored(state):
+            return super().read(state)
+        return complete(self.param, local(state[MASTER]).to(self.param.device))
+
+    def store(self, state: State, value: Tensor | None) -> None:
+        NoMaster.store(self, state, value)
+        state[MASTER] = like(self.owner, split_off(self.param, value.view(self.param.shape)))
+
+    def can_hold(self, value: Tensor) -> bool:
+        return is_in_reach(self.param, value)
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
         own = super().saved(state, compact, as_te)
-        if MASTER in own and local(own[MASTER]).dtype == torch.int8:
+        if compact and self.is_stored(own):
             own[DIGEST] = digest(self.param)
         return own
 
-    def is_of_codes(self, state: State) -> bool:
-        """True if a stored remainder was saved with the codes that the weight has."""
-        known = state.get(DIGEST)
-        return known is not None and torch.equal(known.cpu(), digest(self.param))
-
-    def can_reach(self, value: Tensor) -> bool:
-        """True if a remainder can complete the codes to a value."""
-        return is_in_reach(self.param, value)
-
-
-def _drop(state: State) -> None:
-    for name in ENTRIES:
-        state.pop(name, None)
-
-
-def _whole(state: State, codec: StateCodec, param: Tensor) -> Tensor | None:
-    """A ``master_param``; models move without the states, which follow when they are loaded."""
-    if MASTER not in state:
-        return None
-    return StateTensor.of(state, MASTER, codec).decode().to(param.device)
+    def belongs(self, state: State) -> bool:
+        if not self.is_stored(state):
+            return super().belongs(state)
+        return DIGEST in state and torch.equal(state[DIGEST].cpu(), digest(self.param))
 
 
 def _is_near(param: Tensor, value: Tensor) -> bool:

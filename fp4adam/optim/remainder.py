@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.formats import minifloat
-from fp4adam.optim.state_codec import Int8
 from fp4adam.tensors import rows
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -45,7 +44,8 @@ def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
     powers = _decoded(param, _powers(part.inner, layout))
-    if _caps(layout):
+    is_mxfp4 = layout.code_type.name == "e2m1" and layout.scale_type == "e8m0"
+    if is_mxfp4 and layout.scale_rule.rounding == 0:  # 6 stands for magnitudes up to 8
         powers += _decoded(param, _largest(part.inner, layout))
     return powers.mul_(1 / (UNITS_PER_GAP * layout.code_type.per_power))
 
@@ -82,12 +82,6 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
     return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
 
 
-def _caps(layout: Layout) -> bool:
-    """Whether the largest code, 6, stands for magnitudes up to 8."""
-    is_mxfp4 = layout.code_type.name == "e2m1" and layout.scale_type == "e8m0"
-    return is_mxfp4 and layout.scale_rule.rounding == 0
-
-
 def _largest(tensors: Storage, layout: Layout) -> Storage:
     """A storage that decodes to 4 times the factor where codes are the largest, else to 0."""
     data = f"{layout.kept[0]}_data"
@@ -106,8 +100,7 @@ def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:
 def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = None) -> Tensor:
     """The int8 remainder of a float32 master whose codes are in ``param``.
 
-    ``dither``: int32 in the shape of ``master``, the upper bits of which round; None rounds to the
-    nearest.
+    ``dither``: int32 in its shape, the upper bits of which round; None rounds to the nearest.
     """
     difference = master - param.detach().dequantize(torch.float32)
     inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
@@ -130,10 +123,7 @@ def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
 
 
 def digest(param: QuantizedTensor) -> Tensor:
-    """A number, int64 [1] on the CPU, for the codes and scales that remainders complete.
-
-    Other codes or scales have another one, but for one in 2**64 of them.
-    """
+    """A hash, int64 [1] on the CPU, of the codes and scales that remainders complete."""
     part = rows.own_blocks(param)
     tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
@@ -150,18 +140,3 @@ def digest(param: QuantizedTensor) -> Tensor:
         words = words * factors
         total += (words ^ (words >> 29)).mul_(_ODD).sum() + total * _ODD
     return total.cpu()
-
-
-class CodeRemainderCodec(Int8):
-    """The codec of the masters of one weight."""
-
-    def __init__(self, param: QuantizedTensor) -> None:
-        self.param = param
-
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
-        master = x.to(self.param.device).view(self.param.shape)
-        return split_off(self.param, master, dither).flatten().to(x.device), None
-
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        remainder = codes.to(self.param.device).view(self.param.shape)
-        return complete(self.param, remainder).flatten().to(codes.device)

@@ -14,7 +14,8 @@ and a decoded value encodes to itself with any dither.
 """
 
 import functools
-from abc import ABC, abstractmethod
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ STATE_BLOCK = 32
 
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
-NAN_SCALE = 255
+_NAN_SCALE = 255
 # The hash "lowbias32" of https://github.com/skeeto/hash-prospector: rounds of xor-shift and
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
@@ -41,11 +42,8 @@ _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0x846CA68B, 0x93D765DD
 def dither_origin(first: int, step: int) -> int:
     """The 32-bit hash input for element ``first`` in update number ``step``.
 
-    The inputs for the following elements count up from it. Origins are pseudo-random, and distinct
-    for the first 2**32 steps.
-
-    A resumed run draws the same bits up to step 2**24. From there on the float32 step counter in
-    the state no longer advances, as in ``torch.optim``, so the position is lost on resume.
+    The inputs for the following elements count up from it. Origins are distinct for the first 2**32
+    steps; the float32 step count in the state, from which runs resume, ends at 2**24.
     """
     return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
 
@@ -57,15 +55,7 @@ def _mixed(x: int) -> int:
 
 
 class Dither(NamedTuple):
-    """Dither for each state of some elements, pairwise independent between the states.
-
-    Each is int32 [n]. Its bits, read as an unsigned number and divided by 2**32, are in [0, 1).
-
-    Attributes:
-        master: Dither of the master weights.
-        exp_avg: Dither of the first moments.
-        exp_avg_sq: Dither of the second moments.
-    """
+    """Dither for each state of n elements, int32 [n]: the bits of numbers in [0, 2**32)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -75,24 +65,14 @@ class Dither(NamedTuple):
 def dither_bits(first: int, count: int, step: int, device: torch.device | str = "cpu") -> Dither:
     """Dither for the elements ``first`` to ``first + count - 1`` of a flattened tensor.
 
-    Elements that are 2**32 apart share their dither.
-
-    Args:
-        first: Index of the first element.
-        count: Number of elements.
-        step: Number of the update.
-        device: Device of the result.
+    Elements that are 2**32 apart share their dither. ``step``: the number of the update.
     """
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
-    x ^= _shifted(x, _SHIFT)
+    # A logical shift, which fills with zeros.
+    x ^= (x >> _SHIFT).bitwise_and_((1 << 32 - _SHIFT) - 1)
     return Dither(*(x * _as_int32(f) for f in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ)))
-
-
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """Logical right shift of int32 bits, filling with zeros."""
-    return (x >> count).bitwise_and_((1 << 32 - count) - 1)
 
 
 def _as_int32(x: int) -> int:
@@ -104,22 +84,19 @@ def _upper_bits(dither: Tensor | None, count: int) -> Tensor | int:
     return 1 << (count - 1) if dither is None else dither >> (32 - count) & (1 << count) - 1
 
 
-class StateCodec(ABC):
+class StateCodec:
     """A storage format for float32 numbers; encodes and decodes flat tensors in memory order.
 
-    Attributes:
-        name: The codec's name in the kernels.
-        dtype: Dtype of the codes.
-        scaled: Whether every 32 codes share a scale.
-        exact: Whether the codes are the numbers themselves.
+    Of this class are those whose codes are the numbers themselves (``exact``), and those that other
+    code decodes with a weight. ``name``: That in the kernels. ``dtype``: That of the codes.
+    ``scaled``: True if every 32 codes share a scale.
     """
 
-    name: str
-    dtype: torch.dtype
     scaled = False
-    exact = False
 
-    @abstractmethod
+    def __init__(self, name: str, dtype: torch.dtype, exact: bool = False) -> None:
+        self.name, self.dtype, self.exact = name, dtype, exact
+
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Round float32 numbers to codes and scales.
 
@@ -131,10 +108,11 @@ class StateCodec(ABC):
         Returns:
             Codes [n], and uint8 scales [ceil(n / 32)] or None.
         """
+        return x, None
 
-    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """Decode codes [n] and scales to float32 [n]."""
+        return codes
 
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes in the layout of ``param``, and scales, that encode zero: all bits are zero."""
@@ -145,31 +123,8 @@ class StateCodec(ABC):
         return codes, torch.zeros(n_blocks, dtype=torch.uint8, device=param.device)
 
 
-class Float32(StateCodec):
-    """The numbers themselves."""
-
-    name = "float32"
-    dtype = torch.float32
-    exact = True
-
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
-        return x, None
-
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        return codes
-
-
-class Plain(Float32):
-    """The value that Adam updates, kept in its own dtype and rounded to nearest."""
-
-    name = "plain"
-
-
 class Remainder(StateCodec):
     """BF16 parameters with the int16 remainders that complete their FP32 masters, as scales."""
-
-    name = "remainder"
-    dtype = torch.bfloat16
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return split_master(x)
@@ -178,18 +133,8 @@ class Remainder(StateCodec):
         return join_master(codes, scales)
 
 
-class Float64(Float32):
-    """FP64 numbers, for FP64 parameters."""
-
-    name = "float64"
-    dtype = torch.float64
-
-
 class BFloat16(StateCodec):
     """BF16, which needs no scale; any NaN is 0x7FFF."""
-
-    name = "bfloat16"
-    dtype = torch.bfloat16
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
         bits = (x.view(torch.int32) + _upper_bits(dither, 16)) >> 16
@@ -200,66 +145,19 @@ class BFloat16(StateCodec):
         return codes.float()
 
 
-class Int8(StateCodec):
-    """int8 remainders, which complete the codes of a quantized weight to its master.
-
-    Only together with the weight they are numbers: ``remainder.CodeRemainder`` has both.
-    """
-
-    name = "int8"
-    dtype = torch.int8
-
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
-        raise TypeError("int8 remainders are encoded with a weight; use CodeRemainder")
-
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        raise TypeError("int8 remainders are decoded with a weight; use CodeRemainder")
-
-
-class Codes(StateCodec):
-    """No master: the value of a quantized weight is what its E4M3 codes say.
-
-    Updates round it stochastically to the four significant bits of E4M3. A cast with a scale that
-    is a power of two keeps them, but for numbers so small in their block that E4M3 has fewer bits.
-    """
-
-    name = "codes"
-    dtype = torch.uint8
-
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, None]:
-        raise TypeError("codes are those of a weight, which quantizes itself")
-
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        raise TypeError("codes are those of a weight, which dequantizes itself")
-
-    @staticmethod
-    def round_(x: Tensor, dither: Tensor) -> Tensor:
-        """Round float32 numbers in place; ``dither``: int32 in the same shape."""
-        bits = x.view(torch.int32)
-        finite = x.abs() < torch.inf
-        bits.add_(_upper_bits(dither, 20) * finite).bitwise_and_(
-            torch.where(finite, -(1 << 20), -1)
-        )
-        return x
-
-
 class BlockCodec(StateCodec):
     """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
 
     A block with a NaN or an Inf has scale 255 and decodes to NaN throughout.
-
-    Attributes:
-        top: Exponent of the largest code.
-        carry: Added to the bits of the amax, it carries into the exponent if the mantissa is above
-            that of the largest code. The scale doubles then, so that no dither can round a number
-            out of range.
-        nan_code: The value of every code in a block with a NaN or an Inf.
     """
 
     scaled = True
-    top: int
+    top: int  # exponent of the largest code
+    # Added to the bits of the amax, it carries into the exponent if the mantissa is above that of
+    # the largest code. The scale doubles then, so that no dither can round a number out of range.
     carry: int
-    nan_code = 0
+    dropped: int  # mantissa bits that codes do not have
+    nan_code = 0  # in blocks with a NaN or an Inf
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if x.numel() % STATE_BLOCK:
@@ -271,9 +169,9 @@ class BlockCodec(StateCodec):
         amax = blocks.abs().amax(1, keepdim=True).view(torch.int32) & _MAGNITUDE
         finite = amax < _INFINITY
         scales = (((amax + self.carry) >> 23) - self.top).clamp_(min=0)
-        scales = torch.where(finite, scales, NAN_SCALE)
-        dither = None if dither is None else dither.view_as(blocks)
-        codes = self._encode_blocks(blocks, scales, dither)
+        scales = torch.where(finite, scales, _NAN_SCALE)
+        added = _upper_bits(None if dither is None else dither.view_as(blocks), self.dropped)
+        codes = self._encode_blocks(blocks, scales, added)
         if not finite.all():
             codes.masked_fill_(~finite, self.nan_code)
         return codes.view(-1), scales.to(torch.uint8).view(-1)
@@ -284,56 +182,36 @@ class BlockCodec(StateCodec):
             return self.decode(F.pad(codes, padding), scales)[: codes.numel()]
         return self._decode_blocks(codes.view(-1, STATE_BLOCK), scales.view(-1, 1)).view(-1)
 
-    @abstractmethod
-    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
-        """Encode float32 [blocks, 32] with int32 scales [blocks, 1]; codes are arbitrary at 255."""
-
-    @abstractmethod
-    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Decode codes with uint8 scales [blocks, 1] to float32 [blocks, 32]; scale 255 is NaN."""
+    # Codes of float32 [blocks, 32] with int32 scales [blocks, 1], arbitrary at 255; ``added`` is
+    # what is added to the bits before the lowest ``dropped`` of them are cut. And back, from uint8
+    # scales; 255 is NaN.
+    _encode_blocks: Callable[[Tensor, Tensor, Tensor | int], Tensor]
+    _decode_blocks: Callable[[Tensor, Tensor], Tensor]
 
 
-class Float16(BlockCodec):
-    """FP16 numbers times 2**(scale - 127); subnormals are flushed to zero."""
+class SignedFloat(BlockCodec):
+    """Numbers of a small float dtype times 2**(scale - 127), as in MXFP8, without subnormals.
 
-    name = "float16"
-    dtype = torch.float16
-    top = 15
-    carry = 0x1FFF
-
-    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
-        x = x * e8m0_reciprocal(scales)
-        bits = (x.view(torch.int32) + _upper_bits(dither, 13)).bitwise_and_(-(1 << 13))
-        return bits.view(torch.float32).masked_fill_(x.abs() < 2.0**-14, 0.0).half()
-
-    def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.float() * e8m0_value(scales)
-
-
-class E4M3(BlockCodec):
-    """E4M3 numbers times 2**(scale - 127), as in MXFP8; subnormals are flushed to zero.
-
-    Subnormals all have the same spacing. Rounding a tiny number up by one could make it many times
-    as large, and the update with it if the second moment is just as small.
+    These have one spacing: rounded up by one, a tiny number could become many times as large, and
+    the update with it if the second moment is just as small.
     """
 
-    name = "e4m3"
-    dtype = torch.uint8
-    top = 8
-    carry = 0x1FFFFF
+    def __init__(self, name: str, number: torch.dtype, stored: torch.dtype) -> None:
+        super().__init__(name, stored)
+        self._number, info = number, torch.finfo(number)
+        self._least = info.smallest_normal
+        self.dropped = 23 + round(math.log2(info.eps))
+        mantissa, exponent = math.frexp(info.max)
+        self.top, self.carry = exponent - 1, round((1 - mantissa) * 2**24) - 1
 
-    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+    def _encode_blocks(self, x: Tensor, scales: Tensor, added: Tensor | int) -> Tensor:
         x = x * e8m0_reciprocal(scales)
-        magnitude = x.abs()
-        code = (magnitude.view(torch.int32) + _upper_bits(dither, 20) >> 20) - (120 << 3)
-        code |= x.view(torch.int32) >> 24 & 0x80
-        return code.masked_fill_(magnitude < 2.0**-6, 0).to(torch.uint8)
+        bits = (x.view(torch.int32) + added).bitwise_and_(-(1 << self.dropped))
+        numbers = bits.view(torch.float32).masked_fill_(x.abs() < self._least, 0.0)
+        return numbers.to(self._number).view(self.dtype)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        codes = codes.to(torch.int32)
-        # Move exponent and mantissa to FP32's fields, then correct the bias by a multiplication.
-        bits = (codes & 0x80) << 24 | (codes & 0x7F) << 20
-        return bits.view(torch.float32) * 2.0**120 * e8m0_value(scales)
+        return codes.view(self._number).float() * e8m0_value(scales)
 
 
 class UnsignedFloat(BlockCodec):
@@ -346,16 +224,16 @@ class UnsignedFloat(BlockCodec):
     """
 
     def __init__(self, exponent_bits: int, mantissa_bits: int) -> None:
-        self.name = f"ue{exponent_bits}m{mantissa_bits}"
-        self.dtype = {8: torch.uint8, 16: torch.int16}[exponent_bits + mantissa_bits]
+        dtype = {8: torch.uint8, 16: torch.int16}[exponent_bits + mantissa_bits]
+        super().__init__(f"ue{exponent_bits}m{mantissa_bits}", dtype)
         self.top = 2**exponent_bits - 1
         self.dropped = 23 - mantissa_bits
         self.carry = (1 << self.dropped) - 1
         self.nan_code = 1 << (mantissa_bits - 1)
 
-    def _encode_blocks(self, x: Tensor, scales: Tensor, dither: Tensor | None) -> Tensor:
+    def _encode_blocks(self, x: Tensor, scales: Tensor, added: Tensor | int) -> Tensor:
         code = ((x.view(torch.int32) & _MAGNITUDE) - (scales << 23)).clamp_(min=0)
-        return (code + _upper_bits(dither, self.dropped) >> self.dropped).to(self.dtype)
+        return (code + added >> self.dropped).to(self.dtype)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         codes = codes.to(torch.int32) & 0xFFFF
@@ -363,46 +241,34 @@ class UnsignedFloat(BlockCodec):
         return bits.view(torch.float32)
 
 
-FLOAT32 = Float32()
-PLAIN = Plain()
-REMAINDER = Remainder()
-FLOAT64 = Float64()
-INT8 = Int8()
-CODES = Codes()
+FLOAT32 = StateCodec("float32", torch.float32, exact=True)
+# The value that Adam updates, kept in its own dtype and rounded to nearest.
+PLAIN = StateCodec("plain", torch.float32, exact=True)
+FLOAT64 = StateCodec("float64", torch.float64, exact=True)  # for FP64 parameters
+REMAINDER = Remainder("remainder", torch.bfloat16)
+# Remainders of quantized weights, see ``remainder``.
+INT8 = StateCodec("int8", torch.int8)
+# No master: the value of a quantized weight is what its codes say, see :func:`round_to_codes_`.
+CODES = StateCodec("codes", torch.uint8)
+BFLOAT16 = BFloat16("bfloat16", torch.bfloat16)
+FLOAT16 = SignedFloat("float16", torch.float16, torch.float16)
+E4M3 = SignedFloat("e4m3", torch.float8_e4m3fn, torch.uint8)
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 
+_FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_MASTERS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8}
 _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
-    "exp_avg": {
-        torch.float32: FLOAT32,
-        torch.bfloat16: BFloat16(),
-        torch.float16: Float16(),
-        torch.float8_e4m3fn: E4M3(),
-        torch.uint8: E4M3(),
-    },
-    "exp_avg_sq": {
-        torch.float32: FLOAT32,
-        torch.bfloat16: BFloat16(),
-        torch.float16: UE5M11,
-        torch.float8_e4m3fn: UE4M4,
-        torch.uint8: UE4M4,
-    },
-    "master_weight": {torch.float32: FLOAT32, torch.float16: Float16(), torch.int8: INT8},
+    "exp_avg": _FLOATS | {torch.float16: FLOAT16, torch.float8_e4m3fn: E4M3, torch.uint8: E4M3},
+    "exp_avg_sq": _FLOATS | {torch.float16: UE5M11, torch.float8_e4m3fn: UE4M4, torch.uint8: UE4M4},
+    "master_weight": _MASTERS,  # the option's name
+    "master_param": _MASTERS,
 }
-
-# The state's own name; its option is called master_weight_dtype.
-_CODECS["master_param"] = _CODECS["master_weight"]
 
 
 @functools.cache
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
-    """The codec that stores a state in a dtype.
-
-    Args:
-        name: "exp_avg", "exp_avg_sq" or "master_weight".
-        dtype: float32 or float16; for masters also int8, remainders of quantized weights; for the
-            moments also bfloat16, and float8_e4m3fn, which Transformer Engine calls uint8. Except
-            for bfloat16, narrow second moments are unsigned floats of the same width.
+    """The codec that stores a state, by its option's name without ``_dtype``, in a dtype.
 
     Raises:
         ValueError: If the state cannot be stored in ``dtype``.
@@ -423,11 +289,9 @@ def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into BF16 and an INT16 remainder that is added to their bits.
+    """Split float32 numbers into BF16 and an int16 remainder that is added to their bits.
 
-    Returns:
-        BF16, rounded to nearest with ties away from zero, and the int16 remainders; NaN gives
-        (0x7FC0, 0).
+    BF16 is rounded to nearest, with ties away from zero. NaN gives (0x7FC0, 0).
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     upper = (bits + 0x8000) >> 16
@@ -439,3 +303,15 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Undo :func:`split_master`, bit for bit."""
     upper = param.view(torch.int16).to(torch.int32)
     return ((upper << 16) + remainder).view(torch.float32)
+
+
+def round_to_codes_(x: Tensor, dither: Tensor) -> Tensor:
+    """Round float32 numbers in place to the four significant bits of E4M3.
+
+    A cast with a scale that is a power of two keeps them, but for numbers so small in their block
+    that E4M3 has fewer bits. ``dither``: int32 in the same shape.
+    """
+    bits = x.view(torch.int32)
+    finite = x.abs() < torch.inf
+    bits.add_(_upper_bits(dither, 20) * finite).bitwise_and_(torch.where(finite, -(1 << 20), -1))
+    return x

@@ -53,7 +53,7 @@ class StepGroup:
 
     def numbers(self) -> list[float]:
         """A row of scalars, with the bound of the update and the dither origin."""
-        decay = abs(self.scalars.decay) if self.group["adam_w_mode"] else 1.0
+        decay = abs(self.scalars.decay) if self.group["decoupled_weight_decay"] else 1.0
         dither = dither_origin(self.first_element, int(self.scalars.dither_step))
         # Two 16-bit halves, which float32 represents exactly.
         bounds = largest_update(self.scalars, self.ratio), decay
@@ -231,7 +231,7 @@ class DeviceCounter:
         for group in self._groups:
             numbers += [0.0 if is_on_device(x) else float(x) for x in _hyper_parameters(group)]
             numbers.append(-1.0 if group["maximize"] else 1.0)
-            numbers += float(group["bias_correction"]), float(group["adam_w_mode"])
+            numbers += float(group["bias_correction"]), float(group["decoupled_weight_decay"])
         return numbers
 
     def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:

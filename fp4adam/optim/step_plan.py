@@ -310,8 +310,8 @@ def _fingerprint(
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
         plain = [m for m in own if not isinstance(m.param, QuantizedTensor)]
-        noted = [m for m in plain if m.is_kept]
-        others = [m for m in plain if not m.is_kept]
+        noted = [m for m in plain if m.master.name]
+        others = [m for m in plain if not m.master.name]
         if sharded:
             # An operation on a DTensor raises its own version, but not the local tensor's.
             add(noted)

@@ -6,6 +6,7 @@ and narrow states have scales, so :class:`FusedAdam` shows views, and keeps ``gr
 agreement with the counts. All other code works on what is stored.
 """
 
+from collections import UserDict
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.masters import DIGEST
+from fp4adam.optim.masters import DIGEST, MASTER, REST
 from fp4adam.optim.state_tensor import SCALES
 from fp4adam.optim.target import State, is_own_master
 
@@ -21,41 +22,27 @@ _HIDDEN = {"step", DIGEST, *SCALES.values()}
 
 
 class StateView(MutableMapping[str, Any]):
-    """A state that iterates over moments and master alone.
+    """A state that iterates over moments and master alone, and over ``step`` if it shows it.
 
-    An int16 remainder is its ``master_param``. So is an FP32 parameter itself, with
-    ``master_weights`` and ``use_decoupled_grad``.
-    Step and scales can be read and set by name.
-
-    Attributes:
-        stored: The state itself.
-        own_master: The parameter, if it is its own master; else None.
-        shows_step: True if it shows its step, as torch.optim's.
+    An int16 remainder is its ``master_param``. So is ``own_master``, an FP32 parameter itself, with
+    ``master_weights`` and ``use_decoupled_grad``. All that is stored has its name besides.
     """
 
-    def __init__(
-        self, stored: State, own_master: Tensor | None = None, shows_step: bool = False
-    ) -> None:
-        self.stored = stored
-        self.own_master = own_master
-        self.shows_step = shows_step
+    def __init__(self, stored: State, own_master: Tensor | None, shows_step: bool) -> None:
+        self.stored, self.own_master, self.shows_step = stored, own_master, shows_step
 
     def _stored_name(self, name: str) -> str:
-        is_remainder = name == "master_param" and "param_remainder" in self.stored
-        return "param_remainder" if is_remainder else name
+        return REST if name == MASTER and REST in self.stored else name
 
     def _shown(self) -> State:
         shown = shown_entries(self.stored)
         if shown and self.own_master is not None:
-            shown["master_param"] = self.own_master
-        if self.shows_step and "step" in self.stored:
-            shown = {"step": self.stored["step"], **shown}
-        return shown
+            shown[MASTER] = self.own_master
+        has_step = self.shows_step and "step" in self.stored
+        return {"step": self.stored["step"], **shown} if has_step else shown
 
     def __getitem__(self, name: str) -> Any:
-        if name == "master_param" and self.own_master is not None:
-            return self._shown()[name]
-        return self.stored[self._stored_name(name)]
+        return {**self.stored, **self._shown()}[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.stored[self._stored_name(name)] = value
@@ -73,24 +60,14 @@ class StateView(MutableMapping[str, Any]):
         return repr(self._shown())
 
 
-class StatesView(MutableMapping[Any, Any]):
-    """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones.
+class StatesView(UserDict):
+    """The states of an optimizer as :class:`StateView`; like the dictionary, it makes new ones."""
 
-    Attributes:
-        stored: The states themselves.
-        shows_own_masters: True if plain FP32 parameters are shown as their own masters.
-        shows_steps: True if states show their steps, as torch.optim's.
-    """
-
-    def __init__(
-        self, stored: dict[Any, Any], shows_own_masters: bool, shows_steps: bool = False
-    ) -> None:
-        self.stored = stored
-        self.shows_own_masters = shows_own_masters
-        self.shows_steps = shows_steps
+    def __init__(self, data: dict[Any, Any], shows_own_masters: bool, shows_steps: bool) -> None:
+        self.data, self.shows_own_masters, self.shows_steps = data, shows_own_masters, shows_steps
 
     def __getitem__(self, param: Any) -> Any:
-        return self._view(param, self.stored[param])
+        return self._view(param, self.data[param])
 
     def __setitem__(self, param: Any, state: Any) -> None:
         if isinstance(state, dict):
@@ -98,30 +75,15 @@ class StatesView(MutableMapping[Any, Any]):
             old = stored_state(self.get(param, {}))
             hidden = {name: value for name, value in old.items() if name in _HIDDEN}
             state = hidden | with_remainder(state)
-        self.stored[param] = stored_state(state)
-
-    def __delitem__(self, param: Any) -> None:
-        del self.stored[param]
-
-    def __contains__(self, param: Any) -> bool:
-        return param in self.stored
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+        self.data[param] = stored_state(state)
 
     # Those of the base class would make a state in order to look for it.
 
     def get(self, param: Any, default: Any = None) -> Any:
-        return self[param] if param in self.stored else default
+        return self[param] if param in self.data else default
 
     def pop(self, param: Any, *default: Any) -> Any:
-        return self._view(param, self.stored.pop(param, *default))
+        return self._view(param, self.data.pop(param, *default))
 
     def _view(self, param: Any, state: Any) -> Any:
         if not isinstance(state, dict):
@@ -137,29 +99,20 @@ def stored_state(state: Any) -> Any:
 
 def shown_entries(state: State) -> State:
     """The entries of a state that Transformer Engine's has, under its names."""
-    shown = {name: value for name, value in state.items() if name not in _HIDDEN}
-    if "param_remainder" in shown:
-        shown["master_param"] = shown.pop("param_remainder")
-    return shown
+    names = {name: MASTER if name == REST else name for name in state if name not in _HIDDEN}
+    return {shown: state[name] for name, shown in names.items()}
 
 
 def with_remainder(state: State) -> State:
     """A state of Transformer Engine, whose int16 ``master_param`` is a remainder."""
-    master = state.get("master_param")
-    if isinstance(master, Tensor) and master.dtype == torch.int16:
-        others = {name: value for name, value in state.items() if name != "master_param"}
-        return {**others, "param_remainder": master}
-    return state
-
-
-# The counts of groups
+    is_remainder = getattr(state.get(MASTER), "dtype", None) == torch.int16
+    return {REST if is_remainder and name == MASTER else name: x for name, x in state.items()}
 
 
 def show_steps(engine: Engine) -> list[Any]:
     """Set ``step`` of all groups: the largest count of its parameters, or else of all others.
 
-    Returns:
-        The counts, by group: numbers, or with ``capturable`` the tensor of one of its parameters.
+    Returns the counts, by group; with ``capturable`` each is the tensor of one of its parameters.
     """
     counts, options = _counts(engine), engine.targets.options
     # Tensors cannot be compared without waiting for the device.
@@ -176,49 +129,38 @@ def _counts(engine: Engine) -> dict[int, Any]:
     """The largest step count of each group that has any, by the id of the group."""
     if engine.plan is not None:
         return engine.plan.latest_steps()
-    counts: dict[int, Any] = {}
+    counts, is_capturable = {}, engine.targets.options.capturable
     for group, params in engine.groups:
-        steps = [engine.states[p]["step"] for p in params if "step" in engine.states.get(p, {})]
-        if steps:
-            is_capturable = engine.targets.options.capturable
+        if steps := [state["step"] for state in _counted(engine, params)]:
             counts[id(group)] = steps[0] if is_capturable else max(map(float, steps))
     return counts
+
+
+def _counted(engine: Engine, params: Sequence[Tensor]) -> list[State]:
+    states = (engine.states.get(param, {}) for param in params)
+    return [state for state in states if "step" in state]
 
 
 def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
     """Let a ``step`` that other code has set in a group hold for all states of that group.
 
-    Args:
-        engine: The engine of all parameters.
-        shown: What :func:`show_steps` has returned.
-
-    Raises:
-        ValueError: If it is no count.
+    ``shown`` is what :func:`show_steps` has returned. ValueError if it is no count.
     """
-    groups = zip(engine.groups, shown, strict=False)  # groups are added
-    edited = [
-        (group["step"], params)
-        for (group, params), before in groups
-        if (now := group.get("step")) is not None and now is not before and now != before
-    ]
-    for step, _ in edited:
+    for (group, params), before in zip(engine.groups, shown, strict=False):  # groups are added
+        step = group.get("step")
+        if step is None or step is before or step == before:
+            continue
         if not float(step) >= 0:
             raise ValueError(f"step of a group must be a number >= 0, got {step!r}")
-    for step, params in edited:
         engine.drop_plan()
-        for state in (engine.states[p] for p in params if "step" in engine.states.get(p, {})):
+        for state in _counted(engine, params):
             state["step"] = torch.full_like(state["step"], float(step))
-
-
-# Saved states
 
 
 def encode(state_dict: dict[str, Any], keys: Collection[Any]) -> None:
     """Count steps in the groups of a state dict; states keep a ``step`` where it is another one.
 
-    Args:
-        state_dict: It has FP32 states under the names of torch.optim, each with a ``step``.
-        keys: The keys of the states of parameters.
+    It has FP32 states under the names of torch.optim; those of parameters have these ``keys``.
     """
     states = state_dict["state"]
     counts = {key: int(states[key]["step"]) for key in keys if "step" in states[key]}

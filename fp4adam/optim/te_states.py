@@ -4,155 +4,170 @@ Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``mas
 int16 remainder in place of the last.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
+from fp4adam.optim.masters import MASTER, REST
 from fp4adam.optim.state_codec import INT8, PLAIN
 from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import State, Target, is_own_master
 
-NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+if TYPE_CHECKING:
+    from fp4adam.optim.fused_adam import FusedAdam
+
+NAMES = ("exp_avg", "exp_avg_sq", MASTER)
 
 
-def initialize(engine: Engine, param: Tensor, store_param_remainders: bool | None) -> None:
-    """``FusedAdam.initialize_state``."""
-    member, options = _member(engine, param), engine.targets.options
-    if store_param_remainders not in (None, options.store_param_remainders, member.has_remainder):
+@torch.no_grad()
+def initialize_state(
+    self: "FusedAdam", param: Tensor, store_param_remainders: bool | None = None
+) -> None:
+    """Create the state of a parameter before its first step, or start it anew.
+
+    ``store_param_remainders`` must be that of the optimizer, or None; it may be False for a
+    parameter without a remainder.
+    """
+    engine = self._engine
+    target, options = _target(engine, param), engine.targets.options
+    is_half = target.master.name == REST
+    if store_param_remainders not in (None, options.store_param_remainders, is_half):
         raise ValueError(
-            "store_param_remainders must be that of the optimizer, "
-            f"{options.store_param_remainders}, got {store_param_remainders}; set it at "
-            "construction"
+            f"store_param_remainders must be that of the optimizer, got {store_param_remainders}; "
+            "set it at construction"
         )
     checks.check_steppable(options.name, param)
     engine.drop_plan()
     group = next(g for g, params in engine.groups if any(param is one for one in params))
     with torch._C.DisableTorchFunctionSubclass():
-        device = member.param.device if options.capturable else None
-        state = member.completed({}, group["amsgrad"], restart=False, device=device)
+        device = target.param.device if options.capturable else None
+        state = target.completed({}, group["amsgrad"], restart=False, device=device)
         engine.states[param] = engine.placed(param, state)
-        if member.has_master:
-            member.record()
+        if target.master.name == MASTER:
+            target.record()
 
 
-def read(engine: Engine, param: Tensor, state_name: str, skip_unscale: bool) -> Tensor:
-    """``FusedAdam.get_unscaled_state``."""
-    _check_name(state_name)
+@torch.no_grad()
+def get_unscaled_state(
+    self: "FusedAdam", param: Tensor, state_name: str, skip_unscale: bool = False
+) -> Tensor:
+    """The local part of a state of a parameter, in FP32.
+
+    It is the state itself if that is stored in FP32, or in BF16 with ``skip_unscale``, else a
+    decoded copy. ``master_param`` is the int16 remainder of a BF16 parameter with
+    ``store_param_remainders``, and an FP32 parameter itself.
+    """
+    engine = self._engine
+    target = _target(engine, param, state_name)
+    if state_name == MASTER and not target.master.name:
+        return target.param.detach()
     engine.settle()
-    member, state = _member(engine, param), engine.states.get(param, {})
-    if state_name == "master_param":
-        _check_has_master(member)
-    kept = "param_remainder" if member.has_remainder else state_name
-    kept = kept if state_name == "master_param" else state_name
-    is_param = state_name == "master_param" and not (member.has_master or member.has_remainder)
-    if not is_param and kept not in state:
+    state = engine.states.get(param, {})
+    is_remainder = state_name == MASTER and target.master.name == REST
+    if (REST if is_remainder else state_name) not in state:
         raise ValueError(
             f"param must have a state to read {state_name} from, got none; call "
             "initialize_state(param) or step() first"
         )
-    return _read_state(member, state, state_name, skip_unscale)
+    if is_remainder:
+        return local(state[REST])
+    if state_name == MASTER:
+        value = target.master.read(state)
+    else:
+        stored = StateTensor.of(state, state_name, target.codecs[state_name])
+        if skip_unscale and stored.codes.dtype == torch.bfloat16:
+            return stored.codes
+        value = stored.decode()
+    return value if value.dtype == torch.float64 else value.float()
 
 
-def write(engine: Engine, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-    """``FusedAdam.set_scaled_state``."""
-    _check_name(state_name)
-    member = _member(engine, param)
-    if state_name == "master_param":
-        _check_has_master(member)
+@torch.no_grad()
+def set_scaled_state(
+    self: "FusedAdam", param: Tensor, state_name: str, unscaled_state: Tensor
+) -> None:
+    """Set a state of a parameter from FP32 values, converted to its storage dtype.
+
+    A master is authoritative: the next step continues from it, whatever the parameter holds. The
+    state is created first if there is none. An FP32 parameter is stepped itself, and takes a
+    master only if it equals it rounded: Transformer Engine saves its first value.
+
+    Args:
+        param: A parameter of this optimizer.
+        state_name: "exp_avg", "exp_avg_sq" or "master_param".
+        unscaled_state: Float32 of the shape of the local part of ``param``, on any device. For
+            ``master_param`` with ``store_param_remainders``, the int16 remainder.
+    """
+    engine = self._engine
+    target = _target(engine, param, state_name)
     value = local(unscaled_state) if isinstance(unscaled_state, Tensor) else unscaled_state
-    _check_value(member, state_name, value)
+    _check_value(target, state_name, value)
     engine.settle()
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
-        initialize(engine, param, None)
+        initialize_state(self, param)
     engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
-        known = member.is_unwritten()
-        _write_state(member, engine.states[param], state_name, value)
+        known = target.is_unwritten()
+        _write_state(target, engine.states[param], state_name, value)
         engine.states[param] = engine.placed(param, engine.states[param])
-        if member.has_master and (known or state_name == "master_param"):
-            member.record()
+        if target.master.name == MASTER and (known or state_name == MASTER):
+            target.record()
 
 
-def _member(engine: Engine, param: Tensor) -> Target:
+def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Target:
+    """What is stepped of ``param``; raises ValueError unless it can have a state of this name."""
     if not any(param is one for one in engine.params):
         raise ValueError(
-            f"param must be a parameter of this optimizer, got one of shape "
-            f"{tuple(param.shape)}, which is in none of its groups; pass tensors from "
-            "param_groups"
+            f"param must be a parameter of this optimizer, got one of shape {tuple(param.shape)}, "
+            "which is in none of its groups; pass tensors from param_groups"
         )
-    return engine.targets[param]
-
-
-def _check_name(state_name: str) -> None:
-    """Raise ValueError unless ``state_name`` is one of the three."""
-    if state_name not in NAMES:
+    target = engine.targets[param]
+    if state_name not in (None, *NAMES):
         raise ValueError(
             f"state_name must be one of {', '.join(NAMES)}, got {state_name!r}; read other entries "
             "from optimizer.state[param], which shows these three alone with FusedAdam"
         )
-
-
-def _check_has_master(member: Target) -> None:
-    """Raise ValueError if the parameter has no master at all, and is not one itself."""
-    if not (member.has_master or member.has_remainder or is_own_master(member.owner)):
+    if state_name == MASTER and not (target.master.name or is_own_master(param)):
         raise ValueError(
-            f"state_name must not be 'master_param' for a {member.param.dtype} parameter without a "
-            f"master, got master_weights={member.options.master_weights}; make the optimizer with "
+            f"state_name must not be 'master_param' for a {param.dtype} parameter without a "
+            f"master, got master_weights={target.options.master_weights}; make the optimizer with "
             "master_weights=True"
         )
+    return target
 
 
-def _read_state(member: Target, state: State, name: str, skip_unscale: bool) -> Tensor:
-    """A state of a parameter in FP32; no copy if it is stored so."""
-    if name == "master_param" and not member.has_master:
-        return local(state["param_remainder"]) if member.has_remainder else member.param.detach()
-    if name == "master_param":
-        value = member.master.read(state)
-        return value if value.dtype == torch.float64 else value.float()
-    stored = StateTensor.of(state, name, member.codecs[name])
-    if skip_unscale and stored.codes.dtype == torch.bfloat16:
-        return stored.codes
-    value = stored.decode()
-    return value if value.dtype == torch.float64 else value.float()
-
-
-def _check_value(member: Target, name: str, value: Tensor) -> None:
+def _check_value(target: Target, name: str, value: Tensor) -> None:
     """Raise unless ``value`` can become the state ``name`` of a parameter."""
-    wanted = torch.float32
-    if name == "master_param" and member.has_remainder:
+    wanted = torch.float64 if target.param.dtype == torch.float64 else torch.float32
+    if name == MASTER and target.master.name == REST:
         wanted = torch.int16
-    elif member.param.dtype == torch.float64:
-        wanted = torch.float64
     if not isinstance(value, Tensor) or value.dtype != wanted:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"unscaled_state must be {wanted} for {name}, got {kind}; convert it first")
-    if value.shape != member.param.shape:
+    if value.shape != target.param.shape:
         raise ValueError(
             f"unscaled_state must have the shape of the local parameter, "
-            f"{tuple(member.param.shape)}, got {tuple(value.shape)}; pass this rank's part"
+            f"{tuple(target.param.shape)}, got {tuple(value.shape)}; pass this rank's part"
         )
 
 
-def _write_state(member: Target, state: State, name: str, value: Tensor) -> None:
+def _write_state(target: Target, state: State, name: str, value: Tensor) -> None:
     """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
-    with torch.no_grad():
-        value = value.detach()
-        if name == "master_param" and member.has_remainder:
-            local(state["param_remainder"]).copy_(value)
-            return
-        if name == "master_param" and not member.has_master:
-            adopt_master(member, {name: value})
-            return
-        plain = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
-        if name == "master_param" and member.master.codec is INT8:
-            # In FP32, as after loading: the weight may not have its codes.
-            StateTensor(PLAIN, plain, None).store(state, name, member.owner)
-            return
-        if name == "master_param":
-            member.master.store(state, plain.contiguous())
-            return
-        encoded = StateTensor.encode(member.codecs[name], plain.contiguous())
-        encoded.store(state, name, member.owner)
+    if name == MASTER and target.master.name == REST:
+        local(state[REST]).copy_(value)
+        return
+    if name == MASTER and target.master.name != MASTER:
+        adopt_master(target, value)
+        return
+    plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value).contiguous()
+    if name != MASTER:
+        StateTensor.encode(target.codecs[name], plain).store(state, name, target.owner)
+    elif target.master.codec is INT8:
+        # In FP32, as after loading: the weight may not have its codes.
+        StateTensor(PLAIN, plain, None).store(state, name, target.owner)
+    else:
+        target.master.store(state, plain)

@@ -25,9 +25,8 @@ def _codes(name: str, transposed: bool) -> property:
 
     def get(tensor: Any) -> Tensor | None:
         codes, shape = getattr(tensor, name), tuple(tensor.shape)
-        if codes is None:
-            return None
-        return codes.view(shape[-1:] + shape[:-1] if transposed else shape)
+        shape = shape[-1:] + shape[:-1] if transposed else shape
+        return None if codes is None else codes.view(shape)
 
     def exchange(tensor: Any, value: Tensor) -> None:
         setattr(tensor, name, value.view(rows.matrix_shape(tensor)[:: -1 if transposed else 1]))
@@ -36,7 +35,7 @@ def _codes(name: str, transposed: bool) -> property:
 
 
 class TensorNames:
-    """Names of ``QuantizedTensor`` in Transformer Engine, as a part of this package's class."""
+    """Those of ``QuantizedTensor``."""
 
     quantizer: Quantizer
     # Scales in ``rowwise_scale_inv`` are never swizzled; the swizzled ones have names of their own.
@@ -56,12 +55,8 @@ class TensorNames:
     ) -> None:
         """Store or drop a direction, for all tensors on the same memory; None leaves it as it is.
 
-        Columnwise codes of square blocks and of Float8 are transposed from the rowwise ones.
-
-        Raises:
-            ValueError: If neither direction would be left.
-            RuntimeError: If codes are asked for that are not stored and cannot be derived from the
-                others, as for MXFP8, or the tensor is a slice or a shard.
+        Columnwise codes of square blocks and of Float8 are transposed from the rowwise ones of a
+        whole tensor; RuntimeError for others. ValueError if neither direction would be left.
         """
         given = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
         given = {usage: wanted for usage, wanted in given.items() if wanted is not None}
@@ -87,7 +82,7 @@ class TensorNames:
 
 
 class Float8Names:
-    """Names of ``Float8Tensor`` in Transformer Engine."""
+    """Those of ``Float8Tensor``."""
 
     _data = _codes("_rowwise_data", transposed=False)
     _transpose = _codes("_columnwise_data", transposed=True)
@@ -97,7 +92,7 @@ class Float8Names:
 
 
 class QuantizerNames:
-    """Names of ``Quantizer`` in Transformer Engine, as a part of this package's class."""
+    """Those of ``Quantizer``."""
 
     rowwise: bool
     columnwise: bool
@@ -116,9 +111,8 @@ class QuantizerNames:
         for name, value in {"rowwise": rowwise, "columnwise": columnwise}.items():
             if value not in (None, getattr(self, name)):
                 raise TypeError(
-                    f"{name} of a quantizer must not change, got {value} for {self}: its tensors "
-                    f"share it; use dataclasses.replace(quantizer, {name}={value}), or "
-                    "tensor.update_usage()"
+                    f"{name} of a quantizer must not change, got {value}: its tensors share it; "
+                    "use dataclasses.replace, or tensor.update_usage()"
                 )
 
     def copy(self) -> Quantizer:

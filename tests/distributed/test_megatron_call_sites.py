@@ -340,7 +340,7 @@ def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
     weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
     before = te_bytes(weight)
     with pytest.raises(
-        NotImplementedError, match="drop_columnwise must be defined by NVFP4Adapter"
+        NotImplementedError, match="drop_columnwise must be defined by TransformerEngineAd"
     ):
         quantize_master_weights([weight], [master], [0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())

@@ -5,14 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Recipe,
+)
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
 from fp4adam.fp8_utils import post_all_gather_processing
 from fp4adam.interop.adapter import TensorAdapter
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
-from fp4adam.nn.fake_quantize import check_fake_quantizes
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.transpose import build_columnwise
@@ -158,8 +164,8 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
     monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
     for tensor, other in zip(trained("cpu"), expected, strict=True):
         assert torch.equal(tensor, other)
-    with pytest.raises(ValueError, match='activations="fake" must have weights in one of'):
-        check_fake_quantizes(quantizer)
+    with pytest.raises(ValueError, match="must be False unless weights are of"):
+        Recipe(quantizer, activations="fake")
     if quantizer.layout.rows_per_entry:
         weight = quantizer.make_empty((64, 96))
         cast = PartialCast([weight], [0], [64 * 96], [torch.float32])

@@ -28,8 +28,7 @@ from fp4adam import (
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, _amax_of
-from fp4adam.interop.strided_copy import StridedCopies
+from fp4adam.interop.borrowed_tensor import BorrowedTensor, _solve
 from golden_vectors import FORMATS, GoldenCase, golden_cases
 from helpers import WithGradient, random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
@@ -324,11 +323,6 @@ REFUSED = {
         dict(_fp8_dtype=SimpleNamespace(name="kFloat8E5M2")),
         "_fp8_dtype of a Float8Tensor must be kFloat8E4M3",
     ),
-    "another quantizer": (
-        Float8Quantizer(),
-        dict(_quantizer=SimpleNamespace(rowwise=True)),
-        "Float8Quantizer to be stepped, got a SimpleNamespace",
-    ),
     "ue5m3": (
         NVFP4Quantizer(),
         dict(_scale_dtype=SimpleNamespace(name="kFloat8UE5M3")),
@@ -353,7 +347,7 @@ REFUSED = {
     "columns of 2-D MXFP8": (
         MXFP8Quantizer(rowwise=False),
         dict(_quantizer=SimpleNamespace(with_2d_quantization=True)),
-        "rowwise codes of a MXFP8Tensor must be stored to be stepped",
+        "rowwise must be True with two_dimensional=True",
     ),
 }
 
@@ -441,17 +435,18 @@ def test_an_unknown_class_is_refused_by_name(registry):
     for optimizer in (FP4Adam, FusedAdam, partial(FusedAdam, capturable=True)):
         with pytest.raises(TypeError, match=r"test_adapters.Packed; register a .*TensorAdapter"):
             optimizer([param])
-    with pytest.raises(TypeError, match="derived from TensorAdapter, got <class"):
+    with pytest.raises(
+        TypeError, match="class derived from TensorAdapter, got <class .* and <class"
+    ):
         fp4adam.register_adapter(Packed, PackedAdapter)
 
 
 WRONG_FIELDS = {
     "missing": (dict(rowwise_data=None), "rowwise_data of .*Packed must be torch.uint8 on cpu"),
-    "unknown": (dict(codes=torch.zeros(1)), "must be some of rowwise_data, .*got codes"),
     "dtype": (dict(per_tensor_scale=torch.zeros(1).double()), "must be torch.float32 on cpu, got"),
     "extent": (
         dict(rowwise_scale_inv=torch.zeros(32, 5, dtype=torch.uint8)),
-        r"at least \[32, 6\], got shape \(32, 5\)",
+        r"at least \[32, 6\], got torch.uint8 \(32, 5\)",
     ),
     "numel": (dict(rowwise_data=torch.zeros(32, 47, dtype=torch.uint8)), r"as large as \(32, 48\)"),
     "strides": (dict(rowwise_data=torch.zeros(48, 32, dtype=torch.uint8).t()), "be contiguous"),
@@ -470,34 +465,8 @@ def test_fields_are_checked(wrong, words, registry, monkeypatch):
 def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
     fp4adam.register_adapter(Packed, PackedAdapter())
     monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {"rowwise_data": x.packed})
-    with pytest.raises(ValueError, match="amax_columnwise or per_tensor_scale, got rowwise_data"):
+    with pytest.raises(ValueError, match="amax_columnwise or per_tensor_scale, got NoneType"):
         FP4Adam([packed(random(SHAPE, 0).bfloat16())])
-
-
-def test_views_are_copied_whatever_their_strides(path_device):
-    swizzled, rows, column, single = (
-        torch.zeros(shape, dtype=dtype, device=path_device)
-        for shape, dtype in (
-            ((2, 3, 32, 4, 4), torch.uint8),
-            ((40, 21), torch.uint8),
-            ((7, 5), torch.float32),
-            ((1,), torch.float32),
-        )
-    )
-    pairs = [
-        (swizzled.permute(0, 3, 2, 1, 4), random((2, 4, 32, 3, 4), 0, scale=99)),
-        (rows[:, :20].unflatten(0, (8, 5)), random((20, 8), 1, scale=99).t()[:, None]),
-        (column[:, 1], random((7,), 2)),
-        (single, random((1,), 3)),
-    ]
-    pairs = [(target, source.abs().to(target)) for target, source in pairs]
-    copies = StridedCopies(pairs)
-    for _ in range(2):
-        copies()
-        for target, source in pairs:
-            assert torch.equal(target, source.expand_as(target))
-            source += 1
-    assert not rows[:, 20].any() and not column[:, 0].any()
 
 
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
@@ -641,5 +610,5 @@ def test_amaxes_are_found_for_the_scales_that_others_store(pow_2):
     quantizer = Float8Quantizer(force_pow_2_scales=pow_2)
     amaxes = torch.cat([random((1000,), 0).abs(), random((1000,), 1).exp() * 1e-30])
     scales = quantizer.per_tensor_scale(amaxes)
-    found = torch.cat([_amax_of(quantizer, scale) for scale in scales.split(1)])
+    found = _solve(quantizer.per_tensor_scale, scales, scales * quantizer.largest_value)
     assert torch.equal(quantizer.per_tensor_scale(found), scales)

@@ -20,7 +20,7 @@ NVFP4 = NVFP4Quantizer()
 SHAPE = (80, 96)
 OPTIONS = dict(
     lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False,
-    bias_correction=True, adam_w_mode=True,
+    bias_correction=True, decoupled_weight_decay=True,
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ CASES = {
     "adamw": dict(lr=1e-3, betas=(0.9, 0.95)),
     "lr above the weights": dict(lr=0.5, betas=(0.9, 0.95)),
     "decay that changes signs": dict(lr=1e-3, weight_decay=1500.0),
-    "L2": dict(lr=1e-3, weight_decay=0.1, adam_w_mode=False),
+    "L2": dict(lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False),
     "amsgrad, ascending, no epsilon": dict(lr=1e-3, amsgrad=True, maximize=True, eps=0.0),
     "through BF16": dict(lr=1e-3, quantize_from="param_dtype"),
 }

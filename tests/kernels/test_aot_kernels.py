@@ -256,8 +256,8 @@ def preview_jobs():
 
 
 def shard_jobs():
-    """The kernels of a partial cast, of transposes and of copies, with masks and without."""
-    from fp4adam.kernels import cast, strided_copy, transpose
+    """The kernels of a partial cast and of transposes, with masks and without."""
+    from fp4adam.kernels import cast, transpose
 
     jobs = {}
     listed = {"table": "*i64", "tiles": "*i32"}
@@ -284,12 +284,6 @@ def shard_jobs():
             jobs[f"{name} {bits}"] = job(
                 f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
             )
-    for name in ("uint8", "float32"):
-        jobs[f"strided copy {name}"] = job(
-            "strided_copy._strided_copy_kernel",
-            {"table": "*i64", "chunks": "*i32"},
-            {"DTYPE": dtype(name), "CHUNK": strided_copy.CHUNK},
-        )
     return jobs
 
 

@@ -16,14 +16,14 @@ from fp4adam import (
 from fp4adam.kernels.launch.schema import SCALARS_WIDTH
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.remainder import complete, split_off
-from fp4adam.optim.state_codec import CODES, dither_bits, dither_origin, state_codec
+from fp4adam.optim.state_codec import dither_bits, dither_origin, round_to_codes_, state_codec
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
 FP8 = torch.float8_e4m3fn
 GROUP = dict(
     lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
-    adam_w_mode=True, bias_correction=True, maximize=False,
+    decoupled_weight_decay=True, bias_correction=True, maximize=False,
 )  # fmt: skip
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
@@ -93,7 +93,7 @@ class Weight:
                 scales.copy_(new_scales)
         bits = dither.master.view(master.shape)
         if self.remainder is None:
-            CODES.round_(master, bits)
+            round_to_codes_(master, bits)
             self.param.quantize_(master)
             return
         self.param.quantize_(master)

@@ -79,12 +79,9 @@ def test_weight_and_bias_are_read_in_the_dtype_of_the_input(dtype, weight_dtype,
     assert layer.weight.grad.dtype == layer.bias.grad.dtype == weight_dtype
 
 
-def test_integers_and_stacks_of_weights_are_refused():
+def test_integers_are_refused():
     with pytest.raises(TypeError, match="input must be floating point .* got torch.int64; convert"):
         layer_in()(torch.ones(3, IN, dtype=torch.int64))
-    stack = NVFP4Quantizer().quantize(torch.randn(2, 32, 64))
-    with pytest.raises(ValueError, match=r"2-dimensional .* got \(2, 32, 64\); a stack"):
-        F.linear(torch.ones(3, 64), stack)
 
 
 def test_quantized_input_is_dequantized():

@@ -28,7 +28,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.formats import minifloat, nvfp4_gradients
-from fp4adam.nn import operand, scaled_matmul
+from fp4adam.nn import operand
 from fp4adam.nn.linear import _QuantizedLinear
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
@@ -176,7 +176,7 @@ def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> Quantiz
 @pytest.mark.parametrize("tokens", [50, 128])
 @pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (128, 640), (1024, 512)])
 def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: capability)
+    monkeypatch.setattr(operand, "_capability", lambda device: capability)
     where, name = (torch, "_scaled_mm") if weights == "float8" else (F, "scaled_mm")
     product = mock.patch.object(where, name, wraps=getattr(where, name))
     with FakeTensorMode(), product as scaled_mm:
@@ -225,7 +225,7 @@ def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     ],
 )
 def test_missing_capability_is_named(weights, found, needed, monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "_capability", lambda device: found)
+    monkeypatch.setattr(operand, "_capability", lambda device: found)
     with FakeTensorMode():
         x = torch.empty(128, IN, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(RuntimeError, match=f"need CUDA compute capability {needed}, got"):

@@ -312,9 +312,19 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # The constructor
     "lr: NaN": (new(lr=NAN), V, ("Invalid learning rate: nan", AT_LEAST_0)),
     "lr: text": (new(lr="1e-3"), T, ("Invalid learning rate: '1e-3'", NUMBER)),
-    "lr: None": (new(lr=None), T, ("Invalid learning rate: None", NUMBER)),
+    "lr: None": (
+        call(lambda s: new(lr=None)(s)().step()), T, ("Invalid learning rate: None", NUMBER)),
     "lr: a tensor, with foreach": (new(lr=torch.tensor(0.1), foreach=True), V, ("lr as a Tensor is",
         "capturable=False and foreach=True")),
+    "two names of one flag": (new(adam_w_mode=True, decoupled_weight_decay=False), V, (
+        "must be equal", "got True and False")),
+    "states of a group": (call(lambda s: FP4Adam([{"params": [s.weight], "states": "8bit"}])), V, (
+        "states must be an option of the optimizer", "to the constructor")),
+    "masters of a group": (call(lambda s: s.optimizer.add_param_group(
+        {"params": [s.late], "master_weights": False})), V, ("master_weights must be an option",)),
+    "a flag of Transformer Engine": (call(
+        lambda s: s.optimizer.param_groups[0].update(adam_w_mode=False) or s.optimizer.step()), V, (
+        "got adam_w_mode", 'group["decoupled_weight_decay"]')),
     "lr: complex": (new(lr=1j), T, ("Invalid learning rate: 1j", NUMBER)),
     "eps: NaN": (new(eps=NAN), V, ("Invalid epsilon value: nan", AT_LEAST_0)),
     "weight decay: NaN": (new(weight_decay=NAN), V, ("weight_decay value: nan", AT_LEAST_0)),
@@ -357,7 +367,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     # Adapters
     "adapter: its class": (call(lambda s: register_adapter("x.Y", TensorAdapter)), T, ("instance",
-        "TensorAdapter", "see its documentation")),
+        "TensorAdapter")),
     "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
         "tensor_class must be a class or its name", "got 3", "'module.Class'")),
     # Scale groups

@@ -286,23 +286,6 @@ def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatc
     assert kept.tolist() == [3.0] * 16
 
 
-def test_the_option_changes_at_the_next_step(device: str, link: LateLink) -> None:
-    optimizer, resident = pair(RECIPES["nvfp4"], device)
-    resident.offload_states = True
-    for one in (optimizer, resident):
-        take_steps(one, range(2))
-    assert is_on_host(resident)
-    assert_same_training(optimizer, resident)
-    optimizer.offload_states = False
-    if torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match=r"got exp_avg .* on cpu; optimizer.load_state_dict"):
-            take_steps(optimizer, [2])
-    optimizer.load_state_dict(optimizer.state_dict())
-    for one in (optimizer, resident):
-        take_steps(one, [2])
-    assert_same_training(resident, optimizer)
-
-
 # Chunks and buffers
 
 

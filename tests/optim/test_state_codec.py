@@ -9,12 +9,12 @@ import torch
 import step_reference
 from aot import INEXACT, compile_ahead_of_time, count
 from fp4adam.optim.state_codec import (
+    BFLOAT16,
     E4M3,
+    FLOAT16,
+    FLOAT32,
     UE4M4,
     UE5M11,
-    BFloat16,
-    Float16,
-    Float32,
     dither_bits,
     dither_origin,
     join_master,
@@ -23,10 +23,10 @@ from fp4adam.optim.state_codec import (
 )
 from helpers import bits_equal
 
-SIGNED = (Float16(), E4M3())
+SIGNED = (FLOAT16, E4M3)
 SQUARES = (UE4M4, UE5M11)
 SCALED = (*SIGNED, *SQUARES)
-NARROW = (BFloat16(), *SCALED)
+NARROW = (BFLOAT16, *SCALED)
 # Steps between codes, relative to the smaller of two neighbours.
 RESOLUTION = {
     "bfloat16": 2**-7,
@@ -150,10 +150,10 @@ def test_dithered_rounding_is_right_on_average(codec):
 @pytest.mark.parametrize(
     ("codec", "beta", "standard_error"),
     [
-        (BFloat16(), 0.9, 1.6e-5),
-        (Float16(), 0.9, 1.5e-6),
-        (E4M3(), 0.9, 2.5e-4),
-        (E4M3(), 0.95, 3.5e-4),
+        (BFLOAT16, 0.9, 1.6e-5),
+        (FLOAT16, 0.9, 1.5e-6),
+        (E4M3, 0.9, 2.5e-4),
+        (E4M3, 0.95, 3.5e-4),
         (UE4M4, 0.95, 2e-4),
         (UE5M11, 0.95, 1.3e-6),
     ],
@@ -247,18 +247,18 @@ def test_a_block_with_nan_or_inf_is_nan_throughout(codec, bad):
 def test_bfloat16_keeps_nan_and_inf_to_themselves():
     x = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     x = torch.cat([x, torch.tensor([-1, 0x7F800001]).int().view(torch.float32)])
-    y, _ = BFloat16().encode(x, torch.full((6,), -1, dtype=torch.int32))
+    y, _ = BFLOAT16.encode(x, torch.full((6,), -1, dtype=torch.int32))
     assert y.view(torch.int16).tolist() == [0x7F80, -0x80, 0x7FFF, 0x3F80, 0x7FFF, 0x7FFF]
 
 
 def test_state_codec_knows_the_dtypes_of_each_state():
     for dtype in (torch.uint8, torch.float8_e4m3fn):
-        assert isinstance(state_codec("exp_avg", dtype), E4M3)
+        assert state_codec("exp_avg", dtype) is E4M3
         assert state_codec("exp_avg_sq", dtype) is UE4M4
     for name in ("exp_avg", "exp_avg_sq", "master_weight"):
-        assert isinstance(state_codec(name, torch.float32), Float32)
+        assert state_codec(name, torch.float32) is FLOAT32
     for name in ("exp_avg", "master_weight"):
-        assert isinstance(state_codec(name, torch.float16), Float16)
+        assert state_codec(name, torch.float16) is FLOAT16
     assert state_codec("exp_avg_sq", torch.float16) is UE5M11
     with pytest.raises(ValueError, match="exp_avg_dtype must be one of float32, .*float64"):
         state_codec("exp_avg", torch.float64)
@@ -267,7 +267,7 @@ def test_state_codec_knows_the_dtypes_of_each_state():
 
 
 def test_master_is_joined_from_what_it_was_split_into():
-    master = torch.cat([any_bits(), numbers(Float16())])
+    master = torch.cat([any_bits(), numbers(FLOAT16)])
     param, remainder = split_master(master)
     joined = join_master(param, remainder)
     finite = ~master.isnan()
@@ -328,7 +328,7 @@ def _split_kernel(master_ptr, param_ptr, remainder_ptr, joined_ptr, BLOCK: tl.co
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("codec", [Float32(), *NARROW], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [FLOAT32, *NARROW], ids=lambda codec: codec.name)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
@@ -411,7 +411,7 @@ def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
             "divisible_by_16": [*pointers, "codes_ptr", "rows", "cols"],
             "sm": sm,
         }
-        for codec in (Float32(), *NARROW)
+        for codec in (FLOAT32, *NARROW)
     ]
     for job, facts in zip(jobs, compile_ahead_of_time(jobs), strict=True):
         assert facts["spilled_bytes"] == 0, job

@@ -19,7 +19,7 @@ import format_reference as formats
 
 GROUP: dict[str, Any] = dict(
     lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False,
-    bias_correction=True, adam_w_mode=True,
+    bias_correction=True, adam_w_mode=True, decoupled_weight_decay=True,
 )  # fmt: skip
 
 

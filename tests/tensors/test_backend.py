@@ -75,19 +75,12 @@ def test_operators_take_their_place_with_one_warning(take_away, why, gpu):
 def test_other_devices_run_operators(kind):
     backend.check_device(torch.device(kind))
     assert not backend.uses_kernels(torch.device(kind))
-    assert __main__.support(NVFP4Quantizer, torch.device(kind), (0, 0))[0] == "emulated"
+    verdict = __main__._verdict(torch.device(kind), None)
+    assert __main__.support(NVFP4Quantizer, (0, 0), verdict)[0] == "emulated"
 
 
 def test_mps_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="must not be on mps, .* no float64.* the CPU"):
         backend.check_device(torch.device("mps"))
-    assert set(__main__.support(NVFP4Quantizer, torch.device("mps"), (0, 0))) == {"refused"}
-
-
-def test_the_architectures_are_those_of_the_tests():
-    """What is said to be compiled is compiled by the tests of the kernels."""
-    from test_aot_kernels import CAPABILITIES, SHARED_BYTES
-
-    known = {f"{sm // 10}.{sm % 10}" for sm in (*CAPABILITIES, *SHARED_BYTES)}
-    listed = {where for where, _, what in __main__.ARCHITECTURES if what.startswith("kernels")}
-    assert listed == known
+    verdict = __main__._verdict(torch.device("mps"), None)
+    assert set(__main__.support(NVFP4Quantizer, (0, 0), verdict)) == {"refused"}
