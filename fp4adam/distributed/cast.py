@@ -18,7 +18,6 @@ from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors import backend, encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, mark_written
-from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
@@ -27,14 +26,23 @@ if TYPE_CHECKING:
 
 
 class SpanCast:
-    """Quantizes spans of weights on one device; values are flat, or None for an empty span.
+    """Quantizes spans of weights on one device, in three steps, as scales depend on other ranks::
+
+        cast.measure(values)
+        torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
+        cast.write(values)
+
+    Values are flat, or None for an empty span, and may be different tensors at every call. The
+    number of launches does not depend on the number of spans, and nothing waits for the device.
 
     Attributes:
-        amaxes: As for :class:`PartialCast`.
+        spans: The spans.
+        amaxes: float32 [n], one buffer for all: first an amax per weight of a format that stores
+            one, then the block amaxes, weight by weight. Padding in between stays 0.
     """
 
     def __init__(self, spans: list[CastSpan], device: torch.device) -> None:
-        self._spans, self.device = spans, device
+        self.spans, self.device = spans, device
         # Operators give the same bits, also of formats that have no kernels.
         has_kernels = all(one.weight.quantizer.has_kernels for one in spans)
         self._uses_kernels = has_kernels and backend.uses_kernels(device)
@@ -57,17 +65,17 @@ class SpanCast:
         self.amaxes.zero_()
         if self._uses_kernels:
             return self._launches_for(values, [None] * len(values)).measure()
-        for one, value in zip(self._spans, values, strict=True):
+        for one, value in zip(self.spans, values, strict=True):
             if value is not None:
                 encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
 
     def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
-        outs = [None] * len(self._spans) if outs is None else outs
-        weights = [one.weight for one in self._spans]  # later it would overwrite them
+        outs = [None] * len(self.spans) if outs is None else outs
+        weights = [one.weight for one in self.spans]  # later it would overwrite them
         if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
-            for one, value, out in zip(self._spans, values, outs, strict=True):
+            for one, value, out in zip(self.spans, values, outs, strict=True):
                 one.write(value, out)
             build_gemm_scales(weights)
         mark_written(weights)
@@ -77,12 +85,12 @@ class SpanCast:
         from fp4adam.distributed.cast_launch import CastLaunches
 
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        tensors = [one.weight.inner for one in self._spans]
+        tensors = [one.weight.inner for one in self.spans]
         memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
         memory += [x.data_ptr() for out in outs for x in as_pair(out) if x is not None]
         known = stream, tensors, memory
         if self._launches is None or self._known != known:
-            self._launches = CastLaunches(self._spans, values, outs, self.device)
+            self._launches = CastLaunches(self.spans, values, outs, self.device)
             self._known = known
         return self._launches
 
@@ -90,35 +98,9 @@ class SpanCast:
 class PartialCast(SpanCast):
     """Quantizes flat shards of weights in place; all shards together equal the full cast.
 
-    Shard i consists of the elements [starts[i], starts[i] + sizes[i]) of the row-major matrix that
-    weights[i] is quantized as. Scales depend on values of other ranks, so there are three steps::
-
-        cast = PartialCast(weights, starts, sizes, dtypes)
-        cast.measure(values)
-        torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
-        cast.write(values)
-
-    Once every shard has been written, ``rowwise_data``, scales and amaxes equal those of
-    ``weight.quantizer.quantize(values.to(dtype))``, bit for bit. MXFP8 columnwise data are written
-    too; for the other formats they are derived from the rowwise data (``build_columnwise``). The
-    number of launches does not depend on the number of weights, and nothing waits for the device.
-    Values and outs may be different tensors at every call.
-
-    Args:
-        weights: :class:`QuantizedTensor` s on one device; formats may differ. NVFP4 and Float8Block
-            need ``two_dimensional`` and rowwise data.
-        starts: First element of each shard.
-        sizes: Number of elements of each shard; 0 for a rank without a part of a weight.
-        dtypes: The dtypes that values are rounded to first: bfloat16, float16, or float32, which
-            leaves them as they are.
-
-    Attributes:
-        amaxes: float32 [n], one buffer for all: first an amax per NVFP4 or Float8 weight, then the
-            block amaxes of all formats but Float8, weight by weight. Padding in between stays 0.
-
-    Raises:
-        ValueError: If lists differ in length, devices differ, a shard reaches past its weight, a
-            format cannot be cast in shards, or a dtype is not one of the three.
+    Shard i is the elements [starts[i], starts[i] + sizes[i]) of the row-major matrix that
+    weights[i] is quantized as; ``outs`` is other memory for its codes. Columnwise codes of MXFP8
+    are written too; those of other formats follow from rowwise ones (``build_columnwise``).
     """
 
     def __init__(
@@ -128,145 +110,11 @@ class PartialCast(SpanCast):
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        check_lengths(len(weights), starts=starts, sizes=sizes, dtypes=dtypes)
-        check_weights(weights)
-        spans = []
-        for i, (weight, start, size, dtype) in enumerate(
-            zip(weights, starts, sizes, dtypes, strict=True)
-        ):
-            if start < 0 or size < 0 or start + size > weight.numel():
-                raise ValueError(
-                    f"shard {i} must lie inside its weight of {weight.numel()} elements, got "
-                    f"[{start}, {start + size}); count elements of the flattened weight"
-                )
-            if dtype not in HIGH_PRECISION_DTYPES:
-                raise ValueError(
-                    f"dtypes[{i}] must be float32, bfloat16 or float16, got {dtype}; float32 "
-                    "leaves values as they are"
-                )
-            span = Span(flat_shape(tuple(weight.shape)), start, start + size)
-            spans.append(CastSpan(weight, span, dtype))
+        spans = [
+            CastSpan(weight, Span(flat_shape(tuple(weight.shape)), start, start + size), dtype)
+            for weight, start, size, dtype in zip(weights, starts, sizes, dtypes, strict=True)
+        ]
         super().__init__(spans, weights[0].device if weights else torch.device("cpu"))
-
-    def measure(self, values: Sequence[Tensor | None]) -> None:
-        """Overwrite ``amaxes`` with the amaxes of this rank's shards.
-
-        Args:
-            values: Per weight a flat contiguous float32, bfloat16 or float16 tensor of the shard's
-                size, or None for an empty shard.
-
-        Raises:
-            ValueError: If a value is not as described.
-        """
-        self.check_values(values)
-        super().measure(values)
-
-    def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
-        """Write all scales and amaxes of the weights from ``amaxes``, and the codes of the shards.
-
-        If the shard owns one nibble of a byte, the other nibble is preserved.
-
-        Args:
-            values: As for :meth:`measure`.
-            outs: Per weight the memory for the codes of its shard, contiguous uint8 on the same
-                device, or None to write to the weight itself. NVFP4: bytes [start // 2, (start +
-                size + 1) // 2) of ``rowwise_data``. MXFP8: a pair, rowwise and columnwise.
-
-        Raises:
-            ValueError: If a value or an out is not as described.
-        """
-        self.check_values(values)
-        if outs is not None:
-            self.check_outs(outs)
-        super().write(values, outs)
-
-    def check_values(self, values: Sequence[Tensor | None], name: str = "values") -> None:
-        """Raise ValueError unless ``values`` fit the shards; ``name`` is for the error."""
-        check_lengths(len(self._spans), **{name: values})
-        for i, (one, value) in enumerate(zip(self._spans, values, strict=True)):
-            size = one.span.numel
-            if value is None and not size:
-                continue
-            if (
-                value is None
-                or isinstance(value, QuantizedTensor)
-                or value.dtype not in HIGH_PRECISION_DTYPES
-                or value.shape != (size,)
-                or not value.is_contiguous()
-                or value.device != self.device
-            ):
-                raise ValueError(
-                    f"{name}[{i}] must be a flat contiguous float32, bfloat16 or float16 tensor of "
-                    f"{size} elements on {self.device}, got {_describe(value)}; pass this shard's "
-                    "slice of the flattened values, and None for empty shards only"
-                )
-
-    def check_outs(self, outs: Sequence[Out], name: str = "outs") -> None:
-        """Raise ValueError unless ``outs`` fit the shards; ``name`` is for the error."""
-        check_lengths(len(self._spans), **{name: outs})
-        for i, (one, out) in enumerate(zip(self._spans, outs, strict=True)):
-            if out is None:
-                continue
-            is_pair, is_square = isinstance(out, tuple | list), one.layout.is_square
-            if (len(out) != 2 or (is_square and out[1] is not None)) if is_pair else not is_square:
-                raise ValueError(
-                    f"{name}[{i}] must be one tensor, or for MXFP8 a pair (rowwise, columnwise), "
-                    f"got a {type(out).__name__} for {type(one.weight).__name__}; columnwise codes "
-                    "of other formats are built from the rowwise ones"
-                )
-            for part in as_pair(out):
-                if part is not None and (
-                    part.dtype != torch.uint8
-                    or part.numel() != one.nbytes
-                    or not part.is_contiguous()
-                    or part.device != self.device
-                ):
-                    raise ValueError(
-                        f"{name}[{i}] must be contiguous uint8 of {one.nbytes} bytes on "
-                        f"{self.device}, the codes of elements [{one.span.start}, "
-                        f"{one.span.stop}), got {_describe(part)}; slice the flat codes at the "
-                        "bytes of these elements"
-                    )
-
-
-def check_lengths(n: int, **lists: Sequence) -> None:
-    """Raise ValueError unless all lists have ``n`` entries."""
-    for name, given in lists.items():
-        if len(given) != n:
-            raise ValueError(
-                f"{name} must have one entry per weight, {n}, got {len(given)}; pass None, or a "
-                "size of 0, for a weight that this rank has no part of"
-            )
-
-
-def check_weights(weights: Sequence[QuantizedTensor], name: str = "weights") -> None:
-    """Raise ValueError unless all weights can be cast in shards; ``name`` is for the error."""
-    for i, weight in enumerate(weights):
-        kind = type(weight).__name__
-        if not isinstance(weight, QuantizedTensor):
-            raise ValueError(
-                f"{name}[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a {kind}; "
-                "quantize_model makes such parameters"
-            )
-        if not weight.quantizer.layout.rows_per_entry:
-            raise ValueError(
-                f"{name}[{i}] must have square blocks and rowwise data to be cast in shards, got a "
-                f"{kind} with {weight.quantizer}: its columnwise codes need whole columns; make it "
-                "with two_dimensional=True and rowwise=True"
-            )
-        if weight.device != weights[0].device:
-            raise ValueError(
-                f"{name}[{i}] must be on the device of the others, {weights[0].device}, got "
-                f"{weight.device}; cast the weights of each device separately"
-            )
-
-
-def _describe(x: Tensor | None) -> str:
-    if x is None:
-        return "None"
-    return (
-        f"{type(x).__name__} {tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
-    )
 
 
 class LocalCast(SpanCast):
@@ -299,7 +147,7 @@ class LocalCast(SpanCast):
             return self
         part = copy.copy(self)
         part._tensors = [*compress(self._tensors, chosen)]
-        part._spans = [*compress(self._spans, chosen)]
+        part.spans = [*compress(self.spans, chosen)]
         return part
 
     def measure(self, values: Sequence[Tensor]) -> None:

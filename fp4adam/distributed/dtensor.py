@@ -44,54 +44,49 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     return DTensor(value, spec, requires_grad=False)
 
 
-def first_element(param: Tensor) -> int:
-    """Index of the first local element in the flattened parameter.
-
-    0 unless the parameter is sharded once and along its first dimension: the elements of any other
-    shard are not contiguous.
-    """
-    sharded = sharded_dims(param)
-    if len(sharded) != 1:
-        return 0
-    from torch.distributed.tensor import Shard
-
-    dim = sharded[0]
-    if type(param.placements[dim]) is not Shard or param.placements[dim].dim != 0:
-        return 0
-    mesh = param.device_mesh
-    chunk = -(-param.shape[0] // mesh.size(dim))
-    per_index = param.numel() // max(param.shape[0], 1)
-    return min(mesh.get_local_rank(dim) * chunk * per_index, param.numel())
-
-
 def sharded_dims(tensor: Tensor) -> list[int]:
     """The mesh dimensions that a DTensor is not replicated along; empty for any other tensor."""
     placements = tensor.placements if is_dtensor(tensor) else ()
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
 
-def shard_size(tensor: Tensor) -> int | None:
-    """Size of the shards of a tensor along its first dimension; None if it is not sharded.
-
-    The last shards may be smaller.
-
-    Raises:
-        NotImplementedError: If it is sharded in another way than by ``fully_shard`` along one
-            dimension of the mesh.
-    """
+def _rows_dim(tensor: Tensor) -> int | None:
+    """The mesh dimension that rows are divided along; None unless nothing else is divided."""
     sharded = sharded_dims(tensor)
-    if not sharded:
+    if len(sharded) != 1:
         return None
     from torch.distributed.tensor import Shard
 
-    placement = tensor.placements[sharded[0]]
-    if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
+    place = tensor.placements[sharded[0]]
+    return sharded[0] if type(place) is Shard and place.dim == 0 else None
+
+
+def first_element(param: Tensor) -> int:
+    """Index of the first local element in the flattened parameter.
+
+    0 unless the parameter is sharded once and along its first dimension: the elements of any other
+    shard are not contiguous.
+    """
+    dim = _rows_dim(param)
+    if dim is None:
+        return 0
+    mesh, rows = param.device_mesh, param.shape[0]
+    first = mesh.get_local_rank(dim) * -(-rows // mesh.size(dim))
+    return min(first, rows) * param.shape[1:].numel()
+
+
+def shard_size(tensor: Tensor) -> int | None:
+    """Rows of all shards but the last ones, of another package's tensor; None if not sharded."""
+    if not sharded_dims(tensor):
+        return None
+    dim = _rows_dim(tensor)
+    if dim is None:
         raise NotImplementedError(
             "quantized parameters of other packages must be replicated, or sharded by fully_shard "
             f"along one dimension of the mesh, got placements {tensor.placements}; leave "
             "parameters with other placements in high precision"
         )
-    return -(-tensor.shape[0] // tensor.device_mesh.size(sharded[0]))
+    return -(-tensor.shape[0] // tensor.device_mesh.size(dim))
 
 
 def sharding_groups(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
@@ -114,14 +109,13 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
             param.placements,
         ):
             return value._local_tensor
-        if all(place.is_replicate() for place in value.placements):
-            value = value._local_tensor
-        else:
+        if not all(place.is_replicate() for place in value.placements):
             raise ValueError(
                 "a saved state must be whole, or distributed like its parameter, got placements "
                 f"{value.placements}; load it with torch.distributed.checkpoint, or call "
                 "full_tensor() on every rank"
             )
+        value = value._local_tensor
     if not is_dtensor(param) or value.shape != param.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

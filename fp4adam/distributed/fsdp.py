@@ -79,18 +79,6 @@ _gatherings: WeakKeyDictionary[SharedStorage, Gathering] = WeakKeyDictionary()
 _refills: WeakKeyDictionary[SharedStorage, tuple[Callable[[], object], ...]] = WeakKeyDictionary()
 
 
-# Takes only the mesh: if a hook takes more arguments, FSDP2 refuses uneven shards.
-def pre_all_gather(
-    shard: QuantizedTensor, mesh: DeviceMesh
-) -> tuple[tuple[Tensor, ...], Gathering]:
-    """The tensors to gather, equal in size on every rank, and metadata for the second hook."""
-    shared = _settled(shard, mesh)
-    gathering = _gatherings.get(shared)
-    if gathering is None or gathering.storage is not shared.tensors:
-        gathering = _gatherings[shared] = _make_gathering(shard, mesh)
-    return gathering.inputs, gathering
-
-
 def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
     shared = shard._shared
     spec = shared.global_spec
@@ -118,7 +106,10 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
 
 
 class _PreAllGather:
-    # FSDP2 inspects the signature at each call, which is slow for a bound method.
+    """Returns what to gather, equal in size on every rank, and metadata for the second hook."""
+
+    # FSDP2 inspects the signature at each call, which is slow for a bound method. Given more than
+    # the mesh, it would refuse uneven shards.
     __slots__ = ("_shard",)
     __signature__ = inspect.Signature(
         [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)]
@@ -128,7 +119,11 @@ class _PreAllGather:
         self._shard = shard
 
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathering]:
-        return pre_all_gather(self._shard, mesh)
+        shared = _settled(self._shard, mesh)
+        gathering = _gatherings.get(shared)
+        if gathering is None or gathering.storage is not shared.tensors:
+            gathering = _gatherings[shared] = _make_gathering(self._shard, mesh)
+        return gathering.inputs, gathering
 
 
 def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
@@ -136,7 +131,9 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     codes = spec.quantizer.multiplies_codes
     inputs, known = _entries_to_gather(shard, mesh, codes)
     n_shards, stacks = _number_of_shards(spec, mesh), {}
-    if not codes and _can_pack(spec, n_shards, inputs):
+    # A shard that begins within a block stores its first row behind others, and so at an address of
+    # its own. A rank without rows sends its amax, too.
+    if not (codes or spec.is_cut or "amax" in inputs):
         return _pack(shard, n_shards, inputs, known)
     if not codes:
         for i, (name, entries) in enumerate(inputs.items()):
@@ -167,10 +164,8 @@ def _entries_to_gather(
         if not codes and name.startswith("columnwise"):
             continue
         inner = getattr(tensors, name)
-        if rows == 1:
-            inputs[name] = inner[first : first + spec.chunk_rows]
-        else:
-            inputs[name] = inner[: _entries(spec, rows)]
+        is_row = rows == 1
+        inputs[name] = inner[first:][: spec.chunk_rows] if is_row else inner[: _entries(spec, rows)]
     if tensors.amax is not None:
         # Gathered if some rank has no rows: such a rank's amax is not written when the others load
         # theirs.
@@ -202,54 +197,26 @@ def _known(
 def _pack(
     shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: tuple[str, ...]
 ) -> Gathering:
-    """Move codes and scales of a shard to one buffer, equal in size on every rank.
-
-    A shard that begins within a block stores its first row behind the block's other rows. So a gap
-    before the codes makes up for the ranks' different first rows; scales come before it.
-    """
+    """Move codes and scales of a shard to one buffer, equal in size on every rank."""
     shard._keep_left()
-    inner, spec = shard.inner.existing(), _global_spec(shard)
-    furthest = _furthest_first_row(spec, n_shards)
-    starts, entry_starts, size, gathered = {}, {}, 0, 0
-    for name in reversed(inputs) if furthest else inputs:
-        old, entries = inner[name], inputs[name]
-        skipped = (entries.storage_offset() - old.storage_offset()) * old.itemsize
-        gap = furthest * old[0].nbytes if spec.quantizer.layout.rows_per_entry[name] == 1 else 0
-        starts[name], entry_starts[name] = size + gap - skipped, size + gap
+    inner, starts, size = shard.inner.existing(), {}, 0
+    for name, entries in inputs.items():
+        starts[name] = size
         # The padding of the last one stays at home. Kernels read in pieces of 16 bytes.
-        gathered = size + gap + round_up(entries.nbytes, 16)
-        size += round_up(gap + old.nbytes, _ALIGNMENT)
+        gathered = size + round_up(entries.nbytes, 16)
+        size += round_up(inner[name].nbytes, _ALIGNMENT)
     stacks = {}
     with torch.inference_mode(False):  # an inference tensor could not be versioned
         buffer = torch.zeros(size, dtype=torch.uint8, device=shard.device)
-        for name, entries in inputs.items():
+        for name, start in starts.items():
             old, dtype = inner[name], inner[name].dtype
-            part = buffer[starts[name] : starts[name] + old.nbytes].view(dtype).view(old.shape)
+            part = buffer[start : start + old.nbytes].view(dtype).view(old.shape)
             inner[name] = part.copy_(old)
-            shape = n_shards, *entries.shape
+            shape = n_shards, *inputs[name].shape
             strides = gathered // dtype.itemsize, *part.stride()
-            stacks[name] = _Stack(0, dtype, shape, strides, entry_starts[name] // dtype.itemsize)
+            stacks[name] = _Stack(0, dtype, shape, strides, start // dtype.itemsize)
         shard.inner = storage = Storage.of(inner)
     return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
-
-
-def _furthest_first_row(spec: GlobalSpec, n_shards: int) -> int:
-    """The largest index of a shard's first row within its block."""
-    if not spec.is_cut:
-        return 0
-    return max(n * spec.chunk_rows % spec.quantizer.layout.block for n in range(n_shards))
-
-
-def _can_pack(spec: GlobalSpec, n_shards: int, inputs: dict[str, Tensor]) -> bool:
-    """Whether codes and scales fit into one buffer; the same on every rank."""
-    if "amax" in inputs:
-        return False
-    rows = [x for name, x in inputs.items() if spec.quantizer.layout.rows_per_entry[name] == 1]
-    # The gap before the codes is gathered too, so it must be small; kernels read 16 bytes at once.
-    return not spec.is_cut or (
-        8 * _furthest_first_row(spec, n_shards) <= spec.chunk_rows
-        and not any(x.stride(0) * x.itemsize % 16 for x in rows)
-    )
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
@@ -325,11 +292,7 @@ def _whole_codes(
     dtype: torch.dtype,
     out: QuantizedTensor | None,
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-    """The whole weight as a quantized tensor.
-
-    Columnwise codes that can be derived are derived on access. Swizzled scales are written here, in
-    one launch.
-    """
+    """The whole weight as a quantized tensor, with swizzled scales; other derived parts follow."""
     if out is not None:
         _fill_in_again(out, known)
         return None
@@ -350,21 +313,17 @@ def _whole_codes(
     return tensor, tuple(filled)
 
 
-def _releases_outputs(shard: QuantizedTensor) -> bool:
-    """Whether no gathered weight is a view of what was gathered: values are decoded from it."""
-    return not _global_spec(shard).quantizer.multiplies_codes
-
-
 QuantizedTensor.fsdp_pre_all_gather = property(_PreAllGather)
 QuantizedTensor.fsdp_post_all_gather = post_all_gather
-# torch frees the outputs after the hook if this is true (pytorch#194114).
-QuantizedTensor.fsdp_should_release_all_gather_outputs_after_post_all_gather = _releases_outputs
+# torch frees the outputs after the hook if this is true (pytorch#194114). Codes are views of them.
+QuantizedTensor.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda shard: (
+    not _global_spec(shard).quantizer.multiplies_codes
+)
 
 
 def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
     shared = out._shared
-    # The known tensors differ if the shard was moved or exchanged. The storage is replaced in any
-    # case, because its identity shows that values derived from the old one are stale.
+    # Replaced even if the same tensors are known: its identity shows that derived values are stale.
     shared.tensors = shared.tensors.exchange(**known)
     refills, has_gemm_scales = _refills[shared], out.quantizer.optimize_for_gemm
     if refills or has_gemm_scales:
@@ -386,7 +345,7 @@ class _Part(NamedTuple):
 def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
     """An inner tensor of the whole weight, with padding, from the gathered shards in order."""
     if name == "amax":
-        return _Part(_entries_in_order(name, inner, spec))
+        return _Part(inner[:1])  # the first rank always has rows
     rows = spec.quantizer.layout.rows_per_entry[name]
     entries = -(-spec.rows // rows)
     shape, _ = spec.quantizer.layout.shapes(*flat_shape(spec.shape))[name]
@@ -394,24 +353,15 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
     if shape[0] == entries and not is_cut:
         return _Part(inner[:entries])
     padded = inner.new_zeros(shape[0], *inner.shape[1:])
+    part = spec.chunk_rows, _entries(spec, rows)
+    order = blocks_of_parts(spec.rows, rows, *part, inner.device) if is_cut else slice(entries)
 
     def refill() -> None:
-        padded[:entries] = _entries_in_order(name, inner, spec)
+        padded[:entries] = inner[order]
         padded[entries:] = 0  # FSDP2 reallocates this memory without clearing it
 
     refill()
     return _Part(padded, refill)
-
-
-def _entries_in_order(name: str, inner: Tensor, spec: GlobalSpec) -> Tensor:
-    """The entries of the whole weight from the gathered shards; a view if no block is cut."""
-    if name == "amax":
-        return inner[:1]  # the first rank always has rows
-    rows = spec.quantizer.layout.rows_per_entry[name]
-    if rows > 1 and spec.is_cut:
-        part = spec.chunk_rows, _entries(spec, rows)
-        return inner[blocks_of_parts(spec.rows, rows, *part, inner.device)]
-    return inner[: -(-spec.rows // rows)]
 
 
 def _entries(spec: GlobalSpec, rows: int) -> int:

@@ -104,7 +104,7 @@ def cut_blocks(spec: GlobalSpec, n_shards: int) -> list[int]:
 
 
 class Exchanged(NamedTuple):
-    """The amaxes of a shard that ranks exchange.
+    """The amaxes of a shard that ranks exchange, in place.
 
     Attributes:
         spec: The whole tensor.
@@ -164,8 +164,8 @@ class AmaxExchange:
         self._slots = torch.cat([torch.arange(0), *slots]).to(device)
         self._sizes = [len(each) for each in slots]
 
-    def largest(self) -> Tensor:
-        """The maximum of each amax, in a flat float32 tensor that is valid until the next call."""
+    def __call__(self) -> None:
+        """Exchange the amaxes, in place."""
         own = self._buffer.new_empty(len(self._slots))
         if self._amaxes:
             torch._foreach_copy_(own.split(self._sizes), self._amaxes)
@@ -174,11 +174,7 @@ class AmaxExchange:
         # As integers that order as the floats do, with NaN as the largest on every rank.
         bits = _reordered(self._buffer.view(torch.int32))
         dist.all_reduce(bits, dist.ReduceOp.MAX, self._group)
-        return _reordered(bits).view(torch.float32)
-
-    def __call__(self) -> None:
-        """Exchange the amaxes, in place."""
-        found = self.largest()[self._slots]
+        found = _reordered(bits).view(torch.float32)[self._slots]
         if self._amaxes:
             torch._foreach_copy_(self._amaxes, found.split(self._sizes))
 
@@ -186,19 +182,9 @@ class AmaxExchange:
 def exchanges(
     shards: Iterable[tuple[Sequence[ShardInfo], Exchanged]],
 ) -> list[AmaxExchange]:
-    """One exchange for each group of ranks that shards share scales over.
-
-    Args:
-        shards: Shards of the same tensors in the same order on every rank, with the positions of
-            each.
-    """
+    """One exchange for each group of ranks; shards are in the same order on every rank."""
     by_group: dict[tuple[dist.ProcessGroup, torch.device], list] = defaultdict(list)
     for infos, exchanged in shards:
         for info in infos:
             by_group[info.group, info.device].append((info, exchanged))
     return [AmaxExchange(group, device, alike) for (group, device), alike in by_group.items()]
-
-
-def groups_of(infos: Sequence[ShardInfo]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that share the scales of a shard."""
-    return tuple(info.group for info in infos)

@@ -1,8 +1,6 @@
 """Shards that share scales: when they are quantized, and whether ranks agree."""
 
-import math
 from collections.abc import Iterable, Sequence
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 
 from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import dtensor_class, local
-from fp4adam.distributed.scale_exchange import AmaxExchange, Exchanged, ShardInfo, groups_of
+from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -90,26 +88,27 @@ def check_shards(model: nn.Module) -> None:
         shard = param._local_tensor
         settle_shard(shard, infos)
         layout, tensors = shard.quantizer.layout, shard.inner
-        grids = [
+        scales = [
             getattr(tensors, name).float()
             for name, rows in layout.rows_per_entry.items()
             if rows == layout.block and name.endswith("_scale_inv")
         ]
         amax = tensors.amax
-        differs = torch.zeros(1, device=infos[0].device)
-        for info, sign in product(infos, (1, -1)):
-            if amax is not None:
-                # A rank without rows does not count: nothing reads its scales.
-                amax = tensors.amax * sign if shard.numel() else torch.full_like(amax, -math.inf)
-            signed = [grid * sign for grid in grids]
-            exchanged = Exchanged(shard.global_spec, amax, signed, shard)
-            found = AmaxExchange(info.group, info.device, [(info, exchanged)]).largest() * sign
-            if sign == 1:
-                largest = found
-            elif not torch.equal(largest, found):
-                differs.fill_(1)
-        for group in groups_of(infos):
-            dist.all_reduce(differs, dist.ReduceOp.MAX, group)
+        if not (amax is None or shard.numel()):
+            amax = torch.zeros_like(amax)  # nothing reads the one of a rank without rows
+        own = scales if amax is None else [amax, *scales]
+        largest = [each.clone() for each in own]
+        spec, n = shard.global_spec, len(own) - len(scales)
+        exchanged = Exchanged(spec, largest[0] if n else None, largest[n:], shard)
+        for exchange in exchanges([(infos, exchanged)]):
+            exchange()
+        before, after = (torch.cat([x.view(-1) for x in each]) for each in (own, largest))
+        is_same = not shard.numel() or torch.equal(
+            before.view(torch.int32), after.view(torch.int32)
+        )
+        differs = torch.tensor([float(not is_same)], device=infos[0].device)
+        for info in infos:
+            dist.all_reduce(differs, dist.ReduceOp.MAX, info.group)
         if differs:
             raise RuntimeError(
                 f"shards of parameter {name!r} must have the same scales on all ranks, got others "

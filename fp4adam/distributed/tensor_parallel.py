@@ -86,22 +86,16 @@ def gather_whole(weight: Tensor) -> QuantizedTensor:
     mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part.global_spec
     is_parallel = spec is not None and spec.is_parallel
     for dim in sharded[:-1] if is_parallel else sharded:
-        part = gather_codes(part, _one_of(mesh, dim), weight.dtype)
+        one = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]]
+        part = gather_codes(part, one, weight.dtype)
     return _gather_parts(weight, part, sharded[-1]) if is_parallel else part
-
-
-def _one_of(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]]
 
 
 def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> QuantizedTensor:
     """The whole weight from the parts of tensor parallelism, along a dimension of its mesh."""
     mesh, dim = weight.device_mesh, weight.placements[mesh_dim].dim
-    tensors, shape, compact = (
-        part.inner,
-        tuple(part.shape),
-        part.quantizer.without_derived(),
-    )
+    tensors, shape = part.inner, tuple(part.shape)
+    compact = part.quantizer.without_derived()
     inner = {name: getattr(tensors, name) for name in compact.layout.rows_per_entry}
     spec = GlobalSpec(shape, part.quantizer, shape[0], is_parallel=True)
     shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=spec)

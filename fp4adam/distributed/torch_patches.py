@@ -22,8 +22,7 @@ def wrap_broadcast_coalesced(wrapper: Callable[..., None]) -> None:
     looked up by name in ``torch.distributed`` at each call. Waits for an operator in its place:
     https://github.com/pytorch/pytorch/issues/79469
 
-    Args:
-        wrapper: A function of torch's function and its arguments.
+    The wrapper gets torch's function and its arguments.
     """
     own = dist._broadcast_coalesced
     dist._broadcast_coalesced = functools.wraps(own)(functools.partial(wrapper, own))
@@ -34,10 +33,7 @@ def wrap_shard_tensor(kind: Any, wrapper: Callable[..., Any]) -> None:
 
     ``distribute_tensor`` calls it to scatter and pad values, which makes plain tensors of quantized
     weights. Waits for a hook of tensor subclasses, as FSDP2 has them; no thread asks for it yet.
-
-    Args:
-        kind: The class.
-        wrapper: A function of torch's function and its arguments.
+    The wrapper gets torch's function and its arguments.
 
     Raises:
         NotImplementedError: If this torch has no such function; parts would silently be plain.

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.distributed.cast import PartialCast, check_lengths, check_weights
-from fp4adam.distributed.cast_span import Out
-from fp4adam.formats.nvfp4 import NVFP4Tensor
+from fp4adam.distributed.cast import PartialCast
+from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.transpose import build_columnwise, check_square
 
 
@@ -117,10 +117,16 @@ def _plan_for(
     lists = dict(master_weights=master_weights, start_offsets=start_offsets)
     if outs is not None:
         lists["fsdp_shard_model_weights"] = outs = [*map(_codes, outs)]
-    check_lengths(len(model_weights), **lists)
+    for name, given in lists.items():
+        if len(given) != len(model_weights):
+            raise ValueError(
+                f"{name} must have one entry per weight, {len(model_weights)}, got {len(given)}; "
+                "pass None for a weight that this rank has no part of"
+            )
     tensors, borrowed = _quantized(model_weights)
-    check_weights(tensors, "model_weights")
-    parts = [*map(_part, range(len(tensors)), master_weights, start_offsets)]
+    for i, weight in enumerate(tensors):
+        _check_weight(i, weight, tensors[0])
+    parts = [*map(_part, range(len(tensors)), tensors, master_weights, start_offsets)]
     values, starts = [value for value, _ in parts], [start for _, start in parts]
     sizes = [0 if value is None else value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
@@ -130,31 +136,104 @@ def _plan_for(
     if plan is None or plan.known != known:
         cast = PartialCast(tensors, starts, sizes, dtypes)
         plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]), [], None)
-    plan.cast.check_values(values, "master_weights")
-    if outs is not None:
-        plan.cast.check_outs(outs, "fsdp_shard_model_weights")
+    for i, (one, out) in enumerate(zip(plan.cast.spans, outs or (), strict=False)):
+        _check_out(i, one, out)
     return plan._replace(values=values, outs=outs)
+
+
+def _check_weight(i: int, weight: Tensor, first: Tensor) -> None:
+    kind = type(weight).__name__
+    if not isinstance(weight, QuantizedTensor):
+        raise ValueError(
+            f"model_weights[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a "
+            f"{kind}; quantize_model makes such parameters"
+        )
+    if not weight.quantizer.layout.rows_per_entry:
+        raise ValueError(
+            f"model_weights[{i}] must have square blocks and rowwise data to be cast in shards, "
+            f"got a {kind} with {weight.quantizer}: its columnwise codes need whole columns; make "
+            "it with two_dimensional=True and rowwise=True"
+        )
+    if weight.device != first.device:
+        raise ValueError(
+            f"model_weights[{i}] must be on the device of the others, {first.device}, got "
+            f"{weight.device}; cast the weights of each device separately"
+        )
+
+
+def _part(
+    i: int, weight: QuantizedTensor, master: Tensor | None, start: int | None
+) -> tuple[Tensor | None, int]:
+    """A slice of a flattened master, and the index of its first element."""
+    if master is None:
+        return None, 0
+    if not isinstance(master, Tensor) or start is None:
+        raise ValueError(
+            f"master_weights[{i}] must be a tensor with a start_offsets[{i}], got a "
+            f"{type(master).__name__} and {start}; pass None for both without a slice"
+        )
+    if (
+        isinstance(master, QuantizedTensor)
+        or master.dtype not in HIGH_PRECISION_DTYPES
+        or not master.is_contiguous()
+        or master.device != weight.device
+    ):
+        raise ValueError(
+            f"master_weights[{i}] must be a contiguous float32, bfloat16 or float16 tensor on "
+            f"{weight.device}, got {_describe(master)}; pass this rank's slice of the flattened "
+            "master"
+        )
+    if start < 0 or start + master.numel() > weight.numel():
+        raise ValueError(
+            f"master_weights[{i}] must lie inside its weight of {weight.numel()} elements, got "
+            f"[{start}, {start + master.numel()}); count elements of the flattened weight"
+        )
+    return master.view(-1), start
+
+
+def _check_out(i: int, one: CastSpan, out: Out) -> None:
+    if out is None:
+        return
+    name, device = f"fsdp_shard_model_weights[{i}]", one.weight.device
+    is_pair, is_square = isinstance(out, tuple | list), one.layout.is_square
+    if (len(out) != 2 or (is_square and out[1] is not None)) if is_pair else not is_square:
+        raise ValueError(
+            f"{name} must be one tensor, or for MXFP8 a pair (rowwise, columnwise), got a "
+            f"{type(out).__name__} for {type(one.weight).__name__}; columnwise codes of other "
+            "formats are built from the rowwise ones"
+        )
+    for part in as_pair(out):
+        if part is not None and (
+            part.dtype != torch.uint8
+            or part.numel() != one.nbytes
+            or not part.is_contiguous()
+            or part.device != device
+        ):
+            raise ValueError(
+                f"{name} must be contiguous uint8 of {one.nbytes} bytes on {device}, the codes of "
+                f"elements [{one.span.start}, {one.span.stop}), got {_describe(part)}; slice the "
+                "flat codes at the bytes of these elements"
+            )
+
+
+def _describe(x: Tensor) -> str:
+    return f"{tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
 
 
 def _quantized(
     weights: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
+    tensors = [w._alias() if isinstance(w, QuantizedTensor) else w for w in weights]
     foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
     borrowed = {i: borrow(weights[i]) for i in foreign}
-    tensors = [
-        borrowed[i].tensor
-        if i in borrowed
-        else weight._alias()
-        if isinstance(weight, QuantizedTensor)
-        else weight
-        for i, weight in enumerate(weights)
-    ]
+    for i, one in borrowed.items():
+        tensors[i] = one.tensor
     return tensors, borrowed
 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:
-    """Whether a tensor may have columnwise codes that are transposed from rowwise ones."""
+    """True if it may have columnwise codes that are transposed from rowwise ones."""
     return borrowed.tensor.quantizer.layout.is_square and borrowed.tensor.quantizer.columnwise
 
 
@@ -173,52 +252,8 @@ def _codes(out: Out) -> Out:
     return out
 
 
-def cast_master_weights_to_nvfp4(
-    model_weights: Sequence[Tensor],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: dist.ProcessGroup | None,
-    fsdp_shard_model_weights: Sequence[Out] | None = None,
-    manual_post_all_gather_processing: bool = False,
-) -> None:
-    """:func:`quantize_master_weights` for NVFP4 weights alone.
-
-    Raises:
-        ValueError: If a weight is not an NVFP4 tensor, or as for that function.
-        RuntimeError: As for that function.
-    """
-    for i, weight in enumerate(model_weights):
-        if isinstance(weight, NVFP4Tensor):
-            continue
-        is_borrowed = isinstance(weight, Tensor) and is_foreign(weight)
-        if not (is_borrowed and isinstance(borrow(weight).tensor, NVFP4Tensor)):
-            raise ValueError(
-                f"model_weights[{i}] must be an NVFP4Tensor, got a {type(weight).__name__}; call "
-                "quantize_master_weights, which takes all formats"
-            )
-    quantize_master_weights(
-        model_weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
-        manual_post_all_gather_processing,
-    )
-
-
-cast_master_weights_to_fp8 = quantize_master_weights  # Transformer Engine's older name
-
-
-def _part(i: int, master: Tensor | None, start: int | None) -> tuple[Tensor | None, int]:
-    """A slice of a flattened master, and the index of its first element."""
-    if master is None:
-        return None, 0
-    if not isinstance(master, Tensor) or start is None:
-        raise ValueError(
-            f"master_weights[{i}] must be a tensor with a start_offsets[{i}], got a "
-            f"{type(master).__name__} and {start}; pass None for both without a slice"
-        )
-    return master.view(-1) if master.is_contiguous() else master, start
+# Transformer Engine's older names.
+cast_master_weights_to_fp8 = cast_master_weights_to_nvfp4 = quantize_master_weights
 
 
 def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
@@ -267,13 +302,13 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
         NotImplementedError: For MXFP8 in both directions, whose columnwise codes do not follow from
             the rowwise ones that such a buffer gathers.
     """
-    is_own = isinstance(tensor, QuantizedTensor)
-    if not (is_own or (isinstance(tensor, Tensor) and is_foreign(tensor))):
+    (own,), _ = _quantized([tensor])
+    if not isinstance(own, QuantizedTensor):
         raise ValueError(
             f"tensor must be a quantized tensor, got a {type(tensor).__name__}; set the data of a "
             "plain one"
         )
-    quantizer = tensor.quantizer if is_own else borrow(tensor).tensor.quantizer
+    quantizer = own.quantizer
     if not quantizer.rowwise:
         raise RuntimeError(
             "tensor must have rowwise codes to be moved, got one with rowwise=False; make it with "
@@ -294,8 +329,7 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
     ):
         raise ValueError(
             f"new_raw_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, got "
-            f"{tuple(new.shape)} of {new.dtype} with strides {new.stride()} on {new.device}; slice "
-            "as many bytes out of the buffer"
+            f"{_describe(new)}; slice as many bytes out of the buffer"
         )
     new = new.view(old.shape)
     new.copy_(old)

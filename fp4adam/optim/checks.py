@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
-from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.memory_layout import is_dense
@@ -161,7 +161,7 @@ def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
             f"{len(peers)} of {', '.join(group.names)}; pass those without gradients as well, "
             "or scale_groups=()"
         )
-    if len({*map(groups_of, map(ShardInfo.of, peers))}) > 1:
+    if len({tuple(info.group for info in ShardInfo.of(peer)) for peer in peers}) > 1:
         raise NotImplementedError(
             "members of a scale group must be sharded over the same ranks, got "
             f"{', '.join(group.names)} sharded differently; shard them in one fully_shard call"

@@ -21,7 +21,7 @@ from fp4adam.distributed.dtensor import (
     local,
     shard_size,
 )
-from fp4adam.distributed.scale_exchange import ShardInfo, groups_of
+from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
@@ -312,7 +312,7 @@ class Target:
         quantized = isinstance(self.param, QuantizedTensor) and writes
         return Kind(
             self.param.quantizer if quantized else None,
-            groups_of(self.shards) if quantized else (),
+            tuple(info.group for info in self.shards) if quantized else (),
             self.param.dtype if grad is None else grad.dtype,
             self.stepped.dtype,
             self.write_dtype if writes else None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import SWIZZLE, table_row
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
 
@@ -104,9 +104,9 @@ def _launch(scales: list[ScalePair], undo: bool) -> Launch:
     rows, regions = [], []
     for i, (plain, swizzled, repeats) in enumerate(scales):
         fields = dict(plain=plain.data_ptr(), swizzled=swizzled.data_ptr(), repeats=repeats)
-        fields |= dict(rows=plain.shape[0] * repeats, cols=plain.shape[1])
+        fields |= dict(scale_rows=plain.shape[0] * repeats, scale_cols=plain.shape[1])
         fields |= dict(row_stride=plain.stride(0), col_stride=plain.stride(1))
-        rows.append(table_row(SWIZZLE, **fields))
+        rows.append(table_row(**fields))
         regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
     tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
     return swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import CAST, table_row
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
@@ -85,9 +85,8 @@ def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.devic
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
         codes = source.data_ptr(), target.data_ptr()
-        rows.append(
-            table_row(CAST, rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
-        )
+        fields = dict(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
+        rows.append(table_row(**fields))
         aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
         bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
         whole.append((i, 0, bottom, 0, right))

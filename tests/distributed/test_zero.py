@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Quantizer,
     fp4_utils,
 )
 from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
@@ -105,38 +107,54 @@ def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
                     assert torch.equal(storage[name], inner), name
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (dict(master_weights=[]), "master_weights must have one entry per weight, 1, got 0"),
-        (dict(start_offsets=[0, 0]), "start_offsets must have one entry per weight, 1"),
-        (dict(fsdp_shard_model_weights=[]), "fsdp_shard_model_weights must have one entry"),
-        (dict(start_offsets=[None]), r"with a start_offsets\[0\], got a Tensor and None"),
-        (dict(start_offsets=[-1]), r"must lie inside its weight of 256 elements, got \[-1, 15\)"),
-        (dict(start_offsets=[241]), r"must lie inside .* got \[241, 257\)"),
-        (dict(master_weights=[[1.0]]), "must be a tensor with .* got a list"),
-        (
-            dict(master_weights=[torch.ones(32)[::2]]),
-            r"master_weights\[0\] must be a flat contiguous",
+def empty(quantizer: Quantizer, **options: Any) -> list[QuantizedTensor]:
+    return [quantizer.make_empty((32, 32), **options)]
+
+
+OUT = torch.zeros(8, dtype=torch.uint8)
+OUTS = "fsdp_shard_model_weights"
+MISUSE = [
+    (dict(master_weights=[]), "master_weights must have one entry per weight, 1, got 0"),
+    (dict(start_offsets=[0, 0]), "start_offsets must have one entry per weight, 1"),
+    ({OUTS: []}, f"{OUTS} must have one entry"),
+    (dict(start_offsets=[None]), r"with a start_offsets\[0\], got a Tensor and None"),
+    (dict(start_offsets=[-1]), r"must lie inside its weight of 1024 elements, got \[-1, 15\)"),
+    (dict(start_offsets=[1009]), r"must lie inside .* got \[1009, 1025\)"),
+    (dict(master_weights=[[1.0]]), "must be a tensor with .* got a list"),
+    (dict(master_weights=[torch.ones(32)[::2]]), r"master_weights\[0\] must be a contiguous"),
+    (dict(master_weights=[torch.ones(16).long()]), "must be a contiguous float32"),
+    (dict(master_weights=[torch.ones(16).double()]), "must be a contiguous float32"),
+    (dict(master_weights=empty(NVFP4Quantizer())), "must be a contiguous float32"),
+    (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
+    (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[0\] must be an NVFP4, MXFP8"),
+    *(
+        (dict(model_weights=empty(kind(two_dimensional=False))), "blocks .*two_dimensional=True")
+        for kind in (NVFP4Quantizer, Float8BlockQuantizer)
+    ),
+    (dict(model_weights=empty(NVFP4Quantizer(rowwise=False))), "data to be cast .* rowwise=True"),
+    (
+        dict(
+            model_weights=[*empty(NVFP4Quantizer()), *empty(NVFP4Quantizer(), device="meta")],
+            master_weights=[None, None],
+            start_offsets=[None, None],
         ),
-        (dict(master_weights=[torch.ones(16).long()]), "must be a flat contiguous float32"),
-        (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
-        (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[0\] must be an NVFP4, MXFP8"),
-        (
-            dict(model_weights=[NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))]),
-            r"must have square blocks .*two_dimensional=True",
-        ),
-        (
-            dict(fsdp_shard_model_weights=[torch.zeros(9, dtype=torch.uint8)]),
-            r"fsdp_shard_model_weights\[0\] must be contiguous uint8 of 8 bytes",
-        ),
-        (dict(fsdp_shard_model_weights=[torch.zeros(8)]), "uint8 of 8 bytes .* of torch.float32"),
-    ],
-)
+        "must be on the device of the others, cpu, got meta",
+    ),
+    ({OUTS: [OUT[:7]]}, rf"{OUTS}\[0\] must be contiguous uint8 of 8 bytes"),
+    ({OUTS: [OUT.float()]}, "uint8 of 8 bytes .* of torch.float32"),
+    ({OUTS: [OUT.to("meta")]}, "on cpu"),
+    ({OUTS: [torch.zeros(16, dtype=torch.uint8)[::2]]}, "contiguous"),
+    ({OUTS: [(OUT, OUT)]}, "must be one tensor"),
+    ({OUTS: [OUT], "model_weights": empty(MXFP8Quantizer())}, r"pair \(rowwise, columnwise\)"),
+    ({OUTS: [(OUT, None)], "model_weights": empty(MXFP8Quantizer())}, "uint8 of 16 bytes"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), MISUSE)
 def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("a rank waits for others"))
     arguments = dict(
-        model_weights=[NVFP4Quantizer().make_empty((16, 16))],
+        model_weights=empty(NVFP4Quantizer()),
         master_weights=[torch.ones(16)],
         start_offsets=[0],
         group=None,

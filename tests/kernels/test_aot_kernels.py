@@ -107,10 +107,6 @@ def constexpr_of(F):
     return {"F": {"tuple": FORMAT, "fields": list(F)}}
 
 
-def tile_options(tile):
-    return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
-
-
 MEASURED = ("tile_ratios", "stored_amaxes")
 
 
@@ -265,14 +261,19 @@ def shard_jobs():
     for name in ("nvfp4", "mxfp8", "mxfp8 2d", "mxfp4", "float8", "float8 block"):
         layout = FORMATS[name].layout
         F = constexpr_of(cast.span_format(layout, torch.bfloat16))
-        for whole, tile in zip((True, False), cast._tiles_of(layout), strict=True):
-            options = {**types, **F, "WHOLE": whole, "PARTS": tile.loop, **tile_options(tile)}
-            limit = None if whole else cast.MASKED_REGISTERS
-            for kernel, more in (("amax", {}), ("codes", {"epsilon": "fp32"})):
-                if kernel == "amax" and not whole and name != "mxfp8":
+        for whole, form in zip((True, False), cast.span_forms(layout), strict=True):
+            options = {
+                **types, **F, "WHOLE": whole, "TR": form.rows, "BR": form.part_rows,
+                "BC": form.cols, "STAGES": form.num_stages,
+            }  # fmt: skip
+            for kind in ("amax", "codes"):
+                if kind == "amax" and not whole and name != "mxfp8":
                     continue  # its masks are those of the codes
-                jobs[f"span {kernel} {name} whole={whole}"] = job(
-                    f"cast._span_{kernel}_kernel", {**listed, **more}, options, maxnreg=limit
+                jobs[f"span {kind} {name} whole={whole}"] = job(
+                    "cast._span_kernel",
+                    {**listed, "epsilon": "fp32"},
+                    {"MEASURES": kind == "amax", **options},
+                    maxnreg=form.registers,
                 )
         jobs[f"span scales {name}"] = job(
             "cast._scales_kernel",
@@ -281,9 +282,8 @@ def shard_jobs():
         )
     for bits, side in transpose.TILE.items():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
-            jobs[f"{name} {bits}"] = job(
-                f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
-            )
+            options = {"BITS": bits, "WHOLE": name == "transpose", "SIDE": size}
+            jobs[f"{name} {bits}"] = job("transpose._transpose_kernel", listed, options)
     return jobs
 
 

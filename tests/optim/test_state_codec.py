@@ -305,12 +305,12 @@ def _recode_kernel(
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     x = tl.load(x_ptr + start + offs, mask)
     dither = state.element_hash(start, cols, origin, BR, BC) * state.OF_EXP_AVG
-    stored, scale = state.store_state(codes_ptr, start, cols, mask, x, dither, CODEC, BR, BC)
+    stored, scale = state.store_state(codes_ptr, None, start, cols, mask, x, dither, CODEC, BR, BC)
     state.store_scale(scales_ptr, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(stored_ptr + start + offs, stored, mask)
     tl.debug_barrier()
     scale = state.load_scale(scales_ptr, start, cols, mask, CODEC, BR, BC)
-    decoded = state.load_state(codes_ptr, start, cols, mask, scale, CODEC, BR, BC)
+    decoded = state.load_state(codes_ptr, None, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(decoded_ptr + start + offs, decoded, mask)
 
 
@@ -320,11 +320,16 @@ def kernel_view(codes):
 
 @triton.jit
 def _split_kernel(master_ptr, param_ptr, remainder_ptr, joined_ptr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    param, remainder = state.split_master(tl.load(master_ptr + offs))
-    tl.store(param_ptr + offs, param)
-    tl.store(remainder_ptr + offs, remainder)
-    tl.store(joined_ptr + offs, state.join_master(param, remainder))
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    master, start = tl.load(master_ptr + offs), tl.program_id(0).to(tl.int64) * BLOCK
+    state.store_state(
+        param_ptr, remainder_ptr, start, BLOCK, None, master, None, "remainder", 1, BLOCK
+    )
+    tl.debug_barrier()
+    joined = state.load_state(
+        param_ptr, remainder_ptr, start, BLOCK, None, None, "remainder", 1, BLOCK
+    )
+    tl.store(joined_ptr + offs, joined)
 
 
 @pytest.mark.parametrize("masked", [False, True])
