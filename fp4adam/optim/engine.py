@@ -20,7 +20,7 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.optim.master_weights import find_stale, warn_of_restarts
+from fp4adam.optim.master_weights import find_restarting
 from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.step_plan import StepPlan
 from fp4adam.optim.target import State, Target, Targets, scales_of
@@ -241,8 +241,7 @@ class Engine:
         self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
         members = [self.targets[param] for _, param in pairs]
-        stale = find_stale(members, self.states)
-        warn_of_restarts(len(stale))
+        stale = find_restarting(members, self.states)
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})

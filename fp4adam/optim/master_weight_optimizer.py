@@ -25,10 +25,10 @@ from fp4adam.optim.adam import updates_params
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.master_weights import (
     adopt,
+    find_restarting,
     find_stale,
     together,
     warn_of_loaded,
-    warn_of_restarts,
 )
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
@@ -271,8 +271,7 @@ class MasterWeightOptimizer(Optimizer):
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
             settle_written(sharded_weights(params))
-            stale = find_stale(self._with_masters(), self.state)
-            warn_of_restarts(len(stale))
+            stale = find_restarting(self._with_masters(), self.state)
             self._engine.reset_masters([target.owner for target in stale])
 
     @property

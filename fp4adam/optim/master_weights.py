@@ -41,15 +41,20 @@ def find_stale(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set
     return stale
 
 
-def warn_of_restarts(n_stale: int) -> None:
-    """Warn of masters that restart, in the step that does it."""
-    if n_stale:
-        warnings.warn(
-            f"the masters of {n_stale} weights restart from the weights, which other code has "
-            "written or moved since the last step or load; reset_master_weights() does so on "
-            "purpose, without a warning",
-            stacklevel=2,
-        )
+def find_restarting(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:
+    """:func:`find_stale` in a step, which warns of the values that it drops."""
+    stale = find_stale(targets, states)
+    lost = [p for p in targets if p.has_lost_start and MASTER not in states.get(p.owner, {})]
+    for count, why in (
+        (len(stale), "other code has written or moved since the last step or load; "
+            "reset_master_weights() does so on purpose, without a warning"),
+        (len(lost), "another optimizer has stepped, so that their values before quantization are "
+            "gone; load its state_dict(), or load the weights in high precision"),
+    ):  # fmt: skip
+        if count:
+            text = f"the masters of {count} weights restart from the weights, which {why}"
+            warnings.warn(text, stacklevel=2)
+    return stale
 
 
 def warn_of_loaded(n_other: int, n_lacking: int) -> None:

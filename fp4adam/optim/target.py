@@ -72,6 +72,7 @@ class Target:
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
         start_value: The value before rounding, where that is kept until a step uses it.
+        has_lost_start: True if another optimizer's step has used it.
 
     An engine that steps it sets these with :meth:`bind`:
 
@@ -94,6 +95,7 @@ class Target:
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
+    has_lost_start = False
 
     def __init__(self, owner: Tensor, options: Options, param: Tensor | None = None) -> None:
         self.owner, self.options, self._source = owner, options, local(owner)
@@ -392,6 +394,11 @@ class QuantizedTarget(Target):
     def start_value(self) -> Tensor | None:
         return self.param.written_value()
 
+    @property
+    def has_lost_start(self) -> bool:
+        shared, is_stored = self.param._shared, self.master.name is not None
+        return is_stored and shared.was_stepped and self.start_value is None
+
     def value(self) -> Tensor:
         written = self.start_value
         if written is None:
@@ -425,6 +432,7 @@ class QuantizedTarget(Target):
         kept = self.param._high_precision_init_val
         self.param._shared.left = None
         if updates or kept is None:
+            self.param._shared.was_stepped |= kept is not None
             self.param.clear_high_precision_init_val()
         else:
             self.param._high_precision_init_val = kept.to("meta")  # that there was one

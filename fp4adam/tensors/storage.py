@@ -144,6 +144,7 @@ class SharedStorage:
     name: str | None = None  # that of the parameter in its model, for error messages
     scale_group: Any = None  # the ``ScaleGroup`` of the weights that share its amax
     is_copy: bool = False  # whether it is of a parameter that ``copy.deepcopy`` has made
+    was_stepped: bool = False  # whether a step has dropped a value before quantization
     parallel: Any = None  # the ``ShardInfo`` of tensor parallelism; copies to files have none
 
     # pickle, copy.deepcopy and asynchronous checkpoints, which move tensors in containers to the
