@@ -921,6 +921,7 @@ def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
 def group_added(run: Run, oracle: Oracle) -> None:
     """Its parameters count their own steps."""
     late = run.params[2]
+    oracle.cells[2].place, oracle.cells[3].place = 3, 2  # in the groups
     run.optimizer = run.optimizer_of([p for p in run.params if p is not late])
     both(run, oracle, 0, absent=(2,))
     own = dict(lr=2e-3, weight_decay=0.0)
