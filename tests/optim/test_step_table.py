@@ -852,7 +852,7 @@ def parameters_of_other_shapes_join(run: Run, oracle: Oracle) -> None:
         run.model.register_parameter(f"odd{i}", Parameter(value.to(run.device, copy=True)))
         kind = "none" if value.dtype == torch.float32 else master
         kind = STATES[run.case.states][3] if value.dtype == torch.bfloat16 else kind
-        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind))
+        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind, place=4 + i))
     run.optimizer.add_param_group({"params": run.params[4:]})
     run.optimizer.add_param_group({"params": []})
     both(run, oracle, 0, 1)
