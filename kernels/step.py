@@ -417,12 +417,12 @@ def tiles_of(
     return torch.cat(whole + rest), sum(map(len, whole))
 
 
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
     shapes, slots, table, scalars = tensors
-    layout, variant = kind.quantizer.layout, kind.variant()
+    layout, variant = key.quantizer.layout, key.variant()
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
-    F = format_of(layout, kind.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
+    F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
     tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
@@ -462,16 +462,16 @@ def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)
-        return PreviewedLaunch(known, variant, F, epsilon, bool(kind.groups), launches)
+        return PreviewedLaunch(known, variant, F, epsilon, bool(key.groups), launches)
     if amax == "history":
         stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
-        length = kind.quantizer.amax_history_len
+        length = key.quantizer.amax_history_len
         shift = Launch(
             _delayed_amax_kernel,
             len(shapes),
-            (table, stored_amaxes, 2.0**kind.quantizer.margin),
+            (table, stored_amaxes, 2.0**key.quantizer.margin),
             dict(
-                IS_MAX=kind.quantizer.amax_compute_algo == "max",
+                IS_MAX=key.quantizer.amax_compute_algo == "max",
                 LENGTH=length,
                 BLOCK=triton.next_power_of_2(length),
             ),

@@ -25,6 +25,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
@@ -39,7 +40,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
-from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -309,12 +309,13 @@ class Target:
 
     # Its launch
 
-    def kind(self, grad: Tensor | None) -> Kind:
+    def launch_key(self, grad: Tensor | None) -> LaunchKey:
         """The properties that the parameters of one launch have in common."""
         # With lr = 0 the value does not change, so the bytes are not written.
         writes = self.updates and self._is_written and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
-        return Kind(
+        return LaunchKey(
+            self.param.device,
             self.param.quantizer if quantized else None,
             tuple(info.group for info in self.shards) if quantized else (),
             self.param.dtype if grad is None else grad.dtype,
@@ -364,10 +365,6 @@ class Target:
             # Blocks of states would span two rows.
             and not (has_scales and param.shape[-1] % STATE_BLOCK)
         )
-
-    def launch_key(self, grad: Tensor | None) -> Hashable:
-        """A key that is equal for parameters that can share a launch."""
-        return self.param.device, self.kind(grad), self.state_names
 
 
 class QuantizedTarget(Target):

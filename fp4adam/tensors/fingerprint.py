@@ -96,8 +96,8 @@ class Column(NamedTuple):
         read: The C function that reads one object; None for the objects themselves.
         chained: Whether ``read`` returns several tensors.
         then: A function of each tensor that is read, or None.
-        same: Whether they have to stay the same objects.
-        placed: Whether they have to keep memory and layout.
+        same: Whether they have to stay the same objects, which are kept alive.
+        placed: Whether they have to keep their memory, and if they may be others, the layout.
         versioned: Whether they must not be written.
     """
 
@@ -120,21 +120,21 @@ class Fingerprint:
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)
         self.versions = Versions()
-        self._known, placed, self._versioned, kept = self._read()
+        self._known, placed, self._versioned, kept, laid_out = self._read()
         self._addresses = list(map(data_ptr, placed))
-        self._have_known_layouts = are_laid_out_as(placed)
+        self._have_known_layouts = are_laid_out_as(laid_out)
         self._alive = [StorageWeakRef(x.untyped_storage()) for x in kept]
         self._blocks = [storage.cdata for storage in self._alive]
         self.record()
 
     def _read(self) -> tuple[list[Any], ...]:
-        """What has to stay the same, in place, or unwritten, or both of the latter."""
-        found: tuple[list[Any], ...] = [], [], [], []
+        """What has to stay the same, in place, unwritten, both of the latter, or laid out alike."""
+        found: tuple[list[Any], ...] = [], [], [], [], []
         for objects, read, chained, then, same, placed, versioned in self._columns:
             values = objects if read is None else map(read, objects)
             values = chain.from_iterable(values) if chained else values
             values = list(values if then is None else map(then, values))
-            wanted = same, placed, versioned, placed and versioned
+            wanted = same, placed, versioned, placed and versioned, placed and not same
             for values_of_kind in compress(found, wanted):
                 values_of_kind += values
         return found
@@ -143,13 +143,13 @@ class Fingerprint:
         """Read everything again; True if it is as :meth:`record` found it."""
         self._versioned = []
         try:
-            same, placed, versioned, _ = self._read()
+            same, placed, versioned, _, laid_out = self._read()
             unchanged = (
                 len(same) == len(self._known)
                 and all(map(is_, same, self._known))
                 and list(map(data_ptr, placed)) == self._addresses
                 and not any(map(_is_freed, self._blocks))
-                and self._have_known_layouts(*placed)
+                and self._have_known_layouts(*laid_out)
                 and list(map(version, versioned)) == self.versions.values
             )
         except (KeyError, AttributeError, RuntimeError, TypeError):
