@@ -214,7 +214,7 @@ class Engine:
     def settle(self) -> None:
         """Take back the counts of a step that the device has skipped, which waits for it."""
         if self.plan is not None:
-            self.plan.settle()
+            self.plan.counter.settle()
 
     def drop_plan(self) -> None:
         """Plan the next step anew."""
