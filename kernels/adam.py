@@ -151,7 +151,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         tl.load(row + 5),
         tl.load(row + 6),
         tl.load(row + 7),
-        (upper.to(tl.int32) << 16) + lower.to(tl.int32),
+        (upper.to(tl.int32) << 16) + lower.to(tl.int32) + field(table, tensor, "salt").to(tl.int32),
     )
 
 

@@ -54,7 +54,7 @@ def _step_scalars_kernel(
     """Counts the step of each tensor that takes part, and writes its row of scalars.
 
     Grid: (ceil(n / BLOCK),). Tile: BLOCK tensors. found_inf_ptr: float32 [1]; if it is not 0, no
-    step is counted. table: int64 [n, 19]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
+    step is counted. table: int64 [n, 20]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
     int32 [n], the row of each tensor in ``hyper``. first_elements: int64 [n], the dither's index of
     each tensor's first element; its low 32 bits count. steps: int64 [n], addresses of the step
     counts, one float32 each, updated. scalars: float32 [n, 12], with SCALAR_COLUMNS; the bounds for

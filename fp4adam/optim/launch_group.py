@@ -136,7 +136,7 @@ class LaunchGroup:
         if member.remainder is not None:
             extra = member.remainder
         rest = map(_address, (extra, *scales, *others))
-        return [0, 0, *own, *map(_address, written), *shape, *rest]
+        return [0, 0, *own, *map(_address, written), *shape, *rest, member.salt]
 
 
 def make_launches(

@@ -61,7 +61,7 @@ class LaunchTensors(NamedTuple):
     Attributes:
         shapes: Rows and columns of each tensor, as in the table; plain tensors have one column.
         slots: The amax slot of each tensor; tensors with the same slot share an amax.
-        table: Their rows of the tensor table, int64 [n_tensors, 19] on the device.
+        table: Their rows of the tensor table, int64 [n_tensors, 20] on the device.
         scalars: The scalars that these rows refer to, float32 on the device.
     """
 

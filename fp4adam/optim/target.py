@@ -35,6 +35,7 @@ from fp4adam.optim.state_codec import (
     PLAIN,
     STATE_BLOCK,
     dither_bits,
+    parameter_salt,
     round_to_codes_,
     split_master,
 )
@@ -72,6 +73,7 @@ class Target:
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
         start_value: The value before rounding, where that is kept until a step uses it.
+        salt: What sets its dither apart from that of other parameters.
 
     An engine that steps it sets these with :meth:`bind`:
 
@@ -94,6 +96,7 @@ class Target:
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
+    salt = 0
 
     def __init__(self, owner: Tensor, options: Options, param: Tensor | None = None) -> None:
         self.owner, self.options, self._source = owner, options, local(owner)
@@ -256,7 +259,8 @@ class Target:
             self.tensors[MASTER].copy_(remainder)
 
     def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
-        bits = dither_bits(self.first_element, master.numel(), step, master.device).master
+        first = self.salt + self.first_element
+        bits = dither_bits(first, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
     # Its step by torch operators
@@ -295,7 +299,7 @@ class Target:
             self.group["decoupled_weight_decay"],
             None if grad_scale is None else grad_scale.to(grad.device),
             clip,
-            self.first_element,
+            self.salt + self.first_element,
         )
         if self._is_written and self.updates:
             self.hold_master(value.codes, scalars.dither_step)
@@ -488,6 +492,7 @@ class Targets:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._known: dict[Tensor, Target] = {}
+        self._salts: dict[Tensor, int] = {}  # by the order of the groups, which is that of ranks
 
     def __getitem__(self, owner: Tensor) -> Target:
         known = self._known.get(owner)
@@ -499,18 +504,23 @@ class Targets:
                 kind = BorrowedTarget
             new = kind(owner, self.options)
             new.mark = None if known is None else known.mark
+            new.salt = self._salts.setdefault(owner, parameter_salt(len(self._salts)))
             known = self._known[owner] = new
         return known
 
     def meet(self, owners: Iterable[Tensor]) -> None:
         """Let weights know that an optimizer keeps masters of them."""
         for owner in owners:
+            self._salts.setdefault(owner, parameter_salt(len(self._salts)))
             if not owner.is_meta:
                 self[owner]
 
     def keep_only(self, owners: Iterable[Tensor]) -> None:
-        """Forget all others, which may have been taken out of the groups."""
+        """Forget all others, which may have been taken out of the groups; count anew."""
+        self._salts = {owner: parameter_salt(i) for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
+        for owner, target in self._known.items():
+            target.salt = self._salts[owner]
 
     def unbind(self, states: dict[Tensor, State]) -> None:
         """Let go of the memory of these states, until an engine binds others."""

@@ -24,6 +24,7 @@ STEP = (
     "rowwise_gemm_scale",
     "columnwise_gemm_scale",
     "amax_history",
+    "salt",  # added to the dither origin
 )
 CAST = (
     # The span of elements. Addresses of values and codes are extrapolated to the matrix's first.
