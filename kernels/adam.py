@@ -373,11 +373,11 @@ def step_tile(
 
 
 class StepLaunch:
-    """The step of the tensors of one kind: launches one after the other.
+    """The step of tensors with one ``LaunchKey``: launches one after the other.
 
-    ``step.StepLaunch`` and ``plain_step.StepLaunch`` make it from the properties that the tensors
-    have in common, a ``Kind`` of the optimizer; and from a ``LaunchTensors``: shapes, amax slots, a
-    part of the table, and scalars.
+    ``step.StepLaunch`` and ``plain_step.StepLaunch`` make it from that key, and from shapes (plain
+    tensors have one column), amax slots (tensors with the same slot share an amax), a part of the
+    table, and the scalars that its rows refer to.
     """
 
     amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax

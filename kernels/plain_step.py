@@ -176,7 +176,7 @@ def update_scaled(
     return update(table, scalars, shapes, variant._replace(write_dtype=None)), rest
 
 
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """One pass over plain tensors; arguments as for ``adam.StepLaunch``."""
     shapes, _, table, scalars = tensors
-    return adam.StepLaunch(update(table, scalars, shapes, kind.variant()))
+    return adam.StepLaunch(update(table, scalars, shapes, key.variant()))

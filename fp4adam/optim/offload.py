@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -76,11 +77,12 @@ class OffloadedEngine(Engine):
             self._parts = self.parts(chunks(self.together()))
             self._known, self._sharded = known, sharded_weights(self.params)
         settle_written(self._sharded)
-        active = [part for part in self._parts if part.grads()]
+        has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
+        active = [*compress(self._parts, has_grads)]
         self.check()
         self.check_clip()
         for part in active:
-            self._link(part.device)
+            self._link(part)
         clipping = self.clipping
         try:
             for part in active:
@@ -94,7 +96,7 @@ class OffloadedEngine(Engine):
         self.clipping = None
 
     def step_part(self, part: Engine, signals: Signals) -> None:
-        link, chunk = self._link(part.device), self._chunks.get(part)
+        link, chunk = self._link(part), self._chunks.get(part)
         own = {param: self.states[param] for param in part.params if param in self.states}
         is_kept = chunk is not None and chunk.holds(own)
         if is_kept:
@@ -104,7 +106,7 @@ class OffloadedEngine(Engine):
         else:
             link.wait()
             part.drop_plan()
-            part.states = {p: _moved(p, state, part.device) for p, state in own.items()}
+            part.states = {p: _moved(p, state, local(p).device) for p, state in own.items()}
         try:
             part.step(signals)
         finally:
@@ -148,7 +150,8 @@ class OffloadedEngine(Engine):
             sizes = [each.nbytes for each in alike.values() if each.number == number]
             link.buffers[number] = link.empty(max(sizes, default=0))
 
-    def _link(self, device: torch.device) -> "Link":
+    def _link(self, part: Engine) -> "Link":
+        device = local(part.params[0]).device
         if device not in self._links:
             self._links[device] = Link(device)
         return self._links[device]

@@ -21,13 +21,14 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
+from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -72,18 +73,18 @@ class StepPlan:
             later = quantized_after_step(together, read_grad)
             for member in together:
                 member.quantized_after_step = later
-        kinds: dict[tuple, list[Target]] = defaultdict(list)
+        launched: dict[LaunchKey, list[Target]] = defaultdict(list)
         self._by_operators: list[Target] = []
         for member in members:
             grad = read_grad(member.owner)
             if member.fits_a_launch(grad):
-                kinds[member.launch_key(grad)].append(member)
+                launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
         by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
-        for (device, kind, _), alike in kinds.items():
-            grads_vary = options.use_decoupled_grad
-            by_device[device].append(LaunchGroup(kind, alike, read_grad, grads_vary))
+        for key, alike in launched.items():
+            group = LaunchGroup(key, alike, read_grad, options.use_decoupled_grad)
+            by_device[key.device].append(group)
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
@@ -93,27 +94,27 @@ class StepPlan:
             for device, groups in by_device.items()
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
-        launched = chain.from_iterable(group.members for group in self._groups)
-        self.members = [*launched, *self._by_operators]
+        self.members = [m for group in self._groups for m in group.members] + self._by_operators
         self._scales_of_others: ScaleWriteback | None = None
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
-        bounded = [
+        self._bounded = [
             m.tensors[name]
             for group in self._groups
             for m in group.members
-            if (group.kind.groups or m.master.codec is INT8)
+            if (group.key.groups or m.master.codec is INT8)
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
+        self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
         self._has_run = False
         self._counter: StepCounter | DeviceCounter
         if capturable:
             self._counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else (), bounded)
+        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
         # The last gradients for operators that were right, and a check of their layouts.
         self._checked: list[bool] = []
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
@@ -146,6 +147,7 @@ class StepPlan:
         """Whether the plan is still valid for the current parameters, states and gradients."""
         return (
             self._fingerprint.unchanged()
+            and [*map(version, self._bounded)] == self._versions_of_bounded
             and self._counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
@@ -229,7 +231,7 @@ class StepPlan:
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
                 self._counter.launch(i, tables, signals[2])
                 for group in groups:
-                    if group.kind.groups:
+                    if group.key.groups:
                         group.launch.prepare(*signals)
                         launches.append((group.launch, signals))
                     else:
@@ -240,7 +242,7 @@ class StepPlan:
         """Update everything that depends on which members take part, if that has changed."""
         present: list[bool] = []
         for group in self._groups:
-            present += group.present or [True] * len(group.members)
+            present += group.present
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
@@ -269,9 +271,7 @@ def _is_loose(member: Target) -> bool:
     return member.param._shared.tensors.counter is None
 
 
-def _fingerprint(
-    members: Sequence[Target], more_names: tuple[str, ...], bounded: list[Tensor]
-) -> Fingerprint:
+def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fingerprint:
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
@@ -281,9 +281,8 @@ def _fingerprint(
     Args:
         members: The parameters.
         more_names: Names of state tensors that the kernels use besides ``state_names``.
-        bounded: Other tensors that must not be written.
     """
-    columns: list[Column] = [Column(bounded, versioned=True)]
+    columns: list[Column] = []
     marked: dict[int, list[Target]] = {}  # by column
 
     def add(own: list[Target], marks: bool = True, **how: Any) -> None:
@@ -320,7 +319,7 @@ def _fingerprint(
         for m in here:
             states[sharded, (*m.state_names, *more_names)].append(m.state)
     columns += [
-        Column(alike, itemgetter(*names), True, local if sharded else None, placed=True)
+        Column(alike, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
         for (sharded, names), alike in states.items()
     ]
     fingerprint = Fingerprint(columns)

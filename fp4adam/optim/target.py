@@ -25,6 +25,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
@@ -40,7 +41,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
-from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -74,6 +74,7 @@ class Target:
         mark: What the optimizer's last write left, or None.
         start_value: The value before rounding, where that is kept until a step uses it.
         salt: What sets its dither apart from that of other parameters.
+        has_lost_start: True if another optimizer's step has used it.
 
     An engine that steps it sets these with :meth:`bind`:
 
@@ -97,6 +98,7 @@ class Target:
     mark: Mark | None = None
     start_value: Tensor | None = None
     salt = 0
+    has_lost_start = False
 
     def __init__(self, owner: Tensor, options: Options, param: Tensor | None = None) -> None:
         self.owner, self.options, self._source = owner, options, local(owner)
@@ -309,12 +311,13 @@ class Target:
 
     # Its launch
 
-    def kind(self, grad: Tensor | None) -> Kind:
+    def launch_key(self, grad: Tensor | None) -> LaunchKey:
         """The properties that the parameters of one launch have in common."""
         # With lr = 0 the value does not change, so the bytes are not written.
         writes = self.updates and self._is_written and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
-        return Kind(
+        return LaunchKey(
+            self.param.device,
             self.param.quantizer if quantized else None,
             tuple(info.group for info in self.shards) if quantized else (),
             self.param.dtype if grad is None else grad.dtype,
@@ -365,10 +368,6 @@ class Target:
             and not (has_scales and param.shape[-1] % STATE_BLOCK)
         )
 
-    def launch_key(self, grad: Tensor | None) -> Hashable:
-        """A key that is equal for parameters that can share a launch."""
-        return self.param.device, self.kind(grad), self.state_names
-
 
 class QuantizedTarget(Target):
     """A :class:`QuantizedTensor`, or a shard of one."""
@@ -395,6 +394,11 @@ class QuantizedTarget(Target):
     @property
     def start_value(self) -> Tensor | None:
         return self.param.written_value()
+
+    @property
+    def has_lost_start(self) -> bool:
+        shared, is_stored = self.param._shared, self.master.name is not None
+        return is_stored and shared.was_stepped and self.start_value is None
 
     def value(self) -> Tensor:
         written = self.start_value
@@ -429,6 +433,7 @@ class QuantizedTarget(Target):
         kept = self.param._high_precision_init_val
         self.param._shared.left = None
         if updates or kept is None:
+            self.param._shared.was_stepped |= kept is not None
             self.param.clear_high_precision_init_val()
         else:
             self.param._high_precision_init_val = kept.to("meta")  # that there was one

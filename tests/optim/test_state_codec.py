@@ -259,19 +259,6 @@ def test_equal_parameters_are_rounded_apart(by_kernels, device, monkeypatch):
             assert (codes[a] != codes[b]).float().mean() > least, name
 
 
-def test_dithers_of_neighbours_and_of_states_fill_a_square_evenly():
-    n, side = 2**17, 32
-    n_cells = side * side
-    for step in (1, 77, 2**33):
-        states = [x.long() + 2**31 >> 27 for x in dither_bits(0, n, step)]
-        pairs = [(x[lag:], x[:-lag]) for x in states for lag in (1, 2, 3, 8, 32, 33, 1024, 4096)]
-        pairs += [(states[i], states[j]) for i, j in ((0, 1), (0, 2), (1, 2))]
-        for x, y in pairs:
-            counts = torch.bincount(x * side + y, minlength=n_cells).double()
-            chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-            assert abs(chi_squared - n_cells) < 6 * math.sqrt(2 * n_cells)
-
-
 @scaled_by_name
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_block_with_nan_or_inf_is_nan_throughout(codec, bad):

@@ -106,7 +106,7 @@ def test_a_first_step_whose_kernels_cannot_be_compiled_is_repeated(states, devic
         raise RuntimeError("out of registers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch_group, "step_launch", fails)
+        patch.setattr(launch_group, "DeviceTables", fails)
         set_grads(params, 0)
         with pytest.raises(RuntimeError, match="out of registers"):
             both[0].step()

@@ -147,13 +147,6 @@ def test_values_of_other_rows_outlive_a_copy_of_codes():
     assert torch.equal(shard.get_high_precision_init_val(), expected)
 
 
-def test_parts_for_tensor_parallelism_have_codes_in_both_directions():
-    whole = QUANTIZERS["nvfp4"].quantize(randn())
-    part = rows.parallel_part(whole, 1, 1, 2, None)
-    assert torch.equal(part._rowwise_data, whole._rowwise_data[:, 16:])
-    assert torch.equal(part._columnwise_data, whole._columnwise_data[32:])
-
-
 # Devices
 
 

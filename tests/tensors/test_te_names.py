@@ -96,7 +96,7 @@ def test_gradients_pass_straight_through_quantization(quantizer):
 def test_only_tensors_that_keep_their_value_have_its_getter():
     param = nn.Parameter(NVFP4Quantizer()(value()))
     assert not hasattr(param, "get_high_precision_init_val")
-    with pytest.raises(AttributeError, match="got a NVFP4Tensor that keeps none"):
+    with pytest.raises(AttributeError, match="a NVFP4Tensor keeps no value"):
         param.get_high_precision_init_val()
     param._high_precision_init_val = value()
     assert torch.equal(param.get_high_precision_init_val(), value())
