@@ -4,8 +4,8 @@ Rounding is stochastic. With rounding to nearest, a moving average that changes 
 the spacing of two codes would never move. Here the bits that a code drops set the probability of
 rounding up, so the average is right in expectation. The dither must be independent from step to
 step, because rounding errors stay in the average and meet the next dither. It is a hash of element
-index, step and parameter (:func:`dither_bits`), so shards, kernels and resumed runs draw the same
-bits. Step and parameter are mixed thoroughly, on the host; what neighbours share matters less.
+index and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same bits. The
+step is mixed thoroughly, on the host; what neighbours share matters less.
 
 Scales are powers of two, one byte per 32 consecutive elements. Decoding is exact (above 2**-126),
 and a decoded value encodes to itself with any dither.
@@ -46,14 +46,6 @@ def dither_origin(first: int, step: int) -> int:
     steps; the float32 step count in the state, from which runs resume, ends at 2**24.
     """
     return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
-
-
-def parameter_salt(index: int) -> int:
-    """What is added to the numbers of a parameter's elements, by its index in the optimizer.
-
-    So parameters of equal shape draw other bits, while those of one are as far apart as before.
-    """
-    return _mixed(index)
 
 
 def _mixed(x: int) -> int:

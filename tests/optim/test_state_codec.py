@@ -8,7 +8,6 @@ import torch
 
 import step_reference
 from aot import INEXACT, compile_ahead_of_time, count
-from fp4adam import FP4Adam, NVFP4Quantizer
 from fp4adam.optim.state_codec import (
     BFLOAT16,
     E4M3,
@@ -19,11 +18,9 @@ from fp4adam.optim.state_codec import (
     dither_bits,
     dither_origin,
     join_master,
-    parameter_salt,
     split_master,
     state_codec,
 )
-from fp4adam.tensors import backend
 from helpers import bits_equal
 
 SIGNED = (FLOAT16, E4M3)
@@ -221,42 +218,6 @@ def test_dithers_are_uniform_and_independent():
         assert covariance(states[i], states[j]) < 4.5, "two states of an element"
         assert covariance(states[i][1:], states[j][:-1]) < 4.5
         assert covariance(states[j][1:], states[i][:-1]) < 4.5
-
-
-def test_dithers_of_parameters_are_independent():
-    """Of equal elements, of neighbours, of neighbouring steps, and of the next shard."""
-    n, n_params = 4096, 24
-    firsts = [parameter_salt(i) for i in range(n_params)]
-    assert firsts[0] == 0 and len(set(firsts)) == n_params
-    for i, kind in enumerate(("master", "exp_avg", "exp_avg_sq")):
-        drawn = [
-            torch.stack([fractions(dither_bits(first, n, step)[i]) for first in firsts])
-            for step in (6, 7)
-        ]
-        here, later = drawn
-        shard = torch.stack([fractions(dither_bits(first + n, n, 6)[i]) for first in firsts])
-        pairs = [(here[:-1], here[1:]), (here[:-1], later[1:]), (here[:-1], shard[1:])]
-        pairs += [(here[:-1, lag:], here[1:, :-lag]) for lag in (1, 2, 32)]
-        for x, y in pairs:
-            assert covariance(x, y) < 4.5, kind
-        # Errors of many parameters add up as those of independent ones do.
-        variance = here.sum(0).var() * 12 / n_params
-        assert abs(variance - 1) < 4.5 * math.sqrt(2 / n)
-
-
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
-def test_equal_parameters_are_rounded_apart(by_kernels, device, monkeypatch):
-    monkeypatch.setattr(backend, "uses_kernels", lambda _: by_kernels)
-    value = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    params = [torch.nn.Parameter(NVFP4Quantizer().quantize(value)) for _ in range(3)]
-    optimizer = FP4Adam(params, states="8bit")
-    for param in params:
-        param.grad = value.clone()
-    optimizer.step()
-    for name, least in (("exp_avg", 0.1), ("exp_avg_sq", 0.1), ("master_param", 0.3)):
-        codes = [optimizer.state[param][name] for param in params]
-        for a, b in ((0, 1), (0, 2), (1, 2)):
-            assert (codes[a] != codes[b]).float().mean() > least, name
 
 
 @scaled_by_name
