@@ -150,7 +150,7 @@ def step_kernel(
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
-    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
+    table: int64 [n_tensors, 20]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
     tile may reach past an edge. epsilon: the lower bound of amaxes of float32 scales.
 
     Of formats with a preview: slots, int32 [n_tensors], the amax slot of each tensor; several may
@@ -313,7 +313,7 @@ def _delayed_amax_kernel(
 ):  # fmt: skip
     """Take the amax of each tensor from its history, and make room there for the next one.
 
-    Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
+    Grid: (n_tensors,). table: int64 [n_tensors, 20]. factor: 2**margin. LENGTH: entries of a
     history; BLOCK: the power of two above. The entries move down by one, the first becomes the
     last; entry 0 is set to zero, for the pass to raise. stored_amaxes: float32 [n_tensors], set to
     the amaxes of the stored codes; or None.

@@ -98,11 +98,8 @@ class LaunchGroup:
             for grad, value in zip(grads, compress(self._values, present), strict=True)
         )
 
-    def table_rows(self) -> list[list[int]]:
-        """Rows of the tensor table; the columns for gradient and scalars are 0."""
-        return list(map(self._row, self.members, self.shapes))
-
-    def _row(self, member: Target, shape: tuple[int, int]) -> list[int]:
+    def row(self, member: Target, shape: tuple[int, int]) -> list[int]:
+        """A row of the tensor table; the columns for gradient and scalars are 0."""
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
@@ -120,7 +117,8 @@ class LaunchGroup:
         if member.remainder is not None:
             extra = member.remainder
         first = map(_address, (member.stepped, *moments, *written))
-        return [0, 0, *first, *shape, *map(_address, (extra, *scales, *others))]
+        rest = map(_address, (extra, *scales, *others))
+        return [0, 0, *first, *shape, *rest, member.dither_start]
 
 
 def make_launches(
@@ -133,7 +131,7 @@ def make_launches(
     from fp4adam.kernels import plain_step, step
     from fp4adam.kernels.launch.launch import compile_together
 
-    rows = [group.table_rows() for group in groups]
+    rows = [[*map(group.row, group.members, group.shapes)] for group in groups]
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):

@@ -264,13 +264,8 @@ class MasterWeightOptimizer(Optimizer):
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
             settle_written(sharded_weights(params))
-            stale = find_restarting(self._with_masters(), self.state)
-            self._engine.reset_masters([target.owner for target in stale])
-
-    @property
-    def _engine(self) -> Engine:
-        """What resets masters; it steps nothing."""
-        return Engine(self._targets, [], self.state)
+            restarting = find_restarting(self._with_masters(), self.state)
+            self.reset_master_weights([target.owner for target in restarting])
 
     def _with_gradients(self) -> list[Tensor]:
         """The parameters with a gradient, and all that share scales with them."""
@@ -324,7 +319,7 @@ class MasterWeightOptimizer(Optimizer):
         params = self._params() if params is None else [*params]
         checks.check_known(params, self._params())
         with torch._C.DisableTorchFunctionSubclass():
-            self._engine.reset_masters(params)
+            Engine(self._targets, [], self.state).reset_masters(params)
 
     # Checkpoints
 

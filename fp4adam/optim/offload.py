@@ -41,14 +41,13 @@ class OffloadedEngine(Engine):
         super().__init__(targets, groups, states)
         self._parts: list[Engine] = []
         self._known: list = []
-        self._sharded: list[Tensor] = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
         super().forget()
         self._wait()
-        self._parts, self._known, self._sharded = [], [], []
+        self._parts, self._known = [], []
         self._chunks.clear()
 
     def drop_plan(self) -> None:
@@ -75,8 +74,8 @@ class OffloadedEngine(Engine):
         if known != self._known:
             self.targets.keep_only(self.params)
             self._parts = self.parts(chunks(self.together()))
-            self._known, self._sharded = known, sharded_weights(self.params)
-        settle_written(self._sharded)
+            self._known = known
+        settle_written(sharded_weights(self.params))
         has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
         active = [*compress(self._parts, has_grads)]
         self.check()
@@ -102,7 +101,7 @@ class OffloadedEngine(Engine):
         if is_kept:
             self._make_room(chunk)
             part.states = chunk.staged(own)
-            link.copy_in(chunk)
+            link.to_gpu(chunk)
         else:
             link.wait()
             part.drop_plan()
@@ -111,7 +110,7 @@ class OffloadedEngine(Engine):
             part.step(signals)
         finally:
             if is_kept and chunk.is_staged(part.states):
-                link.copy_out(chunk)
+                link.to_host(chunk)
                 for param, state in part.states.items():
                     self.states[param].update(_others(state))
             else:  # states are new, or those of others, or a master has restarted
@@ -354,14 +353,6 @@ class Link:
         self._last = 0 if nbytes > CHUNK_BYTES else 1 - self._last
         return self._last
 
-    def copy_in(self, chunk: _Chunk) -> None:
-        """Copy a chunk to its buffer, and make the current stream wait for it."""
-        self.to_gpu(chunk.block, chunk.staged_block, self._free[chunk.number])
-
-    def copy_out(self, chunk: _Chunk) -> None:
-        """Copy a chunk to the host, after what the current stream has been given."""
-        self._free[chunk.number] = self.to_host(chunk.staged_block, chunk.block)
-
     # What stand-ins for a GPU do in another way
 
     def pin(self, memory: Tensor) -> None:
@@ -386,18 +377,20 @@ class Link:
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
-    def to_gpu(self, host: Tensor, staged: Tensor, after: Any) -> None:
-        if after is not None:
-            self._in.wait_event(after)
+    def to_gpu(self, chunk: _Chunk) -> None:
+        """Copy a chunk to its buffer, and make the current stream wait for it."""
+        if self._free[chunk.number] is not None:
+            self._in.wait_event(self._free[chunk.number])
         with torch.cuda.stream(self._in):
-            staged.copy_(host, non_blocking=True)
+            chunk.staged_block.copy_(chunk.block, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._in)
 
-    def to_host(self, staged: Tensor, host: Tensor) -> Any:
+    def to_host(self, chunk: _Chunk) -> None:
+        """Copy a chunk to the host, after what the current stream has been given."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            host.copy_(staged, non_blocking=True)
-        return self._out.record_event()
+            chunk.block.copy_(chunk.staged_block, non_blocking=True)
+        self._free[chunk.number] = self._out.record_event()
 
     def wait(self) -> None:
         """Make the host wait for all copies to it."""

@@ -72,11 +72,6 @@ class QuantizeAfterStep:
             if m.shards
         )
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether any amax depends on other tensors."""
-        return bool(self._scale_groups or self._exchanges)
-
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.
 

@@ -367,7 +367,6 @@ def kernel_jobs(sm):
             "table": "*i64",
             "hyper": "*fp64",
             "groups": "*i32",
-            "first_elements": "*i64",
             "steps": "*i64",
             "scalars": "*fp32",
             "n": "i32",
