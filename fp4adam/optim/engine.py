@@ -244,7 +244,7 @@ class Engine:
             )
             member.free_initial_value(self.updates(group))
             member.record()  # if no kernel can be compiled, the next step goes on with this master
-            member.bind(group, state, param in moving)
+            member.bind(group, state, param in moving, self.targets.places.get(param, 0))
         outsiders = [param for param in params if param not in stepped]
         plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
         self._planned = params, [*self._own_states()], self._structure(), sharded

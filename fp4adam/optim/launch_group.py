@@ -117,7 +117,8 @@ class LaunchGroup:
         if member.remainder is not None:
             extra = member.remainder
         first = map(_address, (member.stepped, *moments, *written))
-        return [0, 0, *first, *shape, *map(_address, (extra, *scales, *others))]
+        rest = map(_address, (extra, *scales, *others))
+        return [0, 0, *first, *shape, *rest, member.dither_start]
 
 
 def make_launches(

@@ -31,8 +31,6 @@ class StepGroup:
     Attributes:
         group: The parameter group.
         step: The number of steps counted so far.
-        first_element: Index of the first local element in the flattened parameter if the states are
-            dithered, else 0.
         ratio: The bound on their moments; see ``update_bound``.
         members: Indices of the parameters.
         scalars: The scalars of the last step.
@@ -40,7 +38,6 @@ class StepGroup:
 
     group: dict[str, Any]
     step: float
-    first_element: int
     ratio: float = 0.0
     members: list[int] = dataclasses.field(default_factory=list)
     scalars: Scalars | None = None
@@ -54,7 +51,7 @@ class StepGroup:
     def numbers(self) -> list[float]:
         """A row of scalars, with the bound of the update and the dither origin."""
         decay = abs(self.scalars.decay) if self.group["decoupled_weight_decay"] else 1.0
-        dither = dither_origin(self.first_element, int(self.scalars.dither_step))
+        dither = dither_origin(0, int(self.scalars.dither_step))
         # Two 16-bit halves, which float32 represents exactly.
         bounds = largest_update(self.scalars, self.ratio), decay
         return [*self.scalars[:8], dither >> 16, *bounds, dither & 0xFFFF]
@@ -109,7 +106,7 @@ class StepCounter:
             for i in group.members:
                 self._ratios[i] = group.ratio
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
-        groups: dict[tuple[int, float, int], StepGroup] = {}
+        groups: dict[tuple[int, float], StepGroup] = {}
         self.rows, self._absent = [0] * len(present), {}
         rows: dict[tuple, int] = {}
         for i, (member, step) in enumerate(zip(self._members, self._steps.tolist(), strict=True)):
@@ -117,10 +114,9 @@ class StepCounter:
                 own = id(member.group)
                 self._absent[own] = max(self._absent.get(own, 0.0), step)
                 continue
-            first_element = member.first_element if member.is_dithered else 0
-            key = id(member.group), step, first_element
+            key = id(member.group), step
             if key not in groups:
-                groups[key] = StepGroup(member.group, step, first_element)
+                groups[key] = StepGroup(member.group, step)
             groups[key].members.append(i)
             groups[key].ratio = max(groups[key].ratio, self._ratios[i])
             self.rows[i] = rows.setdefault(key, len(rows))
@@ -250,12 +246,10 @@ def _scalars_launch(tables: DeviceTables, members: list[Target], rows: list[int]
     from fp4adam.kernels.step_scalars import step_scalars  # Triton is slow to import
 
     device = tables.device
-    firsts = [m.first_element if m.is_dithered else 0 for m in members]
     launch = step_scalars(
         tables.table,
         tables.hyper,
         torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor(firsts, dtype=torch.int64, device=device),
         torch.tensor([m.tensors["step"].data_ptr() for m in members], device=device),
         tables.scalars,
     )

@@ -6,7 +6,7 @@ what it is; :class:`Targets` keeps them. How its master is stored is one of four
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +48,8 @@ from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
 ALIGNMENT = 16
+# The fractional part of the golden ratio, whose multiples are far from each other.
+_SALT = 0x9E3779B9
 # The states that may have scales, in the order of ``Target.step_codecs``.
 _SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
@@ -67,7 +69,6 @@ class Target:
         master: Where its FP32 value is between steps.
         codecs: The codecs of the moments, by the name of the state.
         step_codecs: The codecs of the value and the two moments.
-        is_dithered: True if any is rounded with dither, which depends on the index of an element.
         write_dtype: The dtype that a master is rounded to on its way to the parameter.
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
@@ -84,7 +85,8 @@ class Target:
         state_names: The names of the state tensors that the step reads and writes.
         updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
-        first_element: Index of its first element in the flattened parameter.
+        dither_start: Index of its first element for the dither: in the flattened parameter, after
+            a salt of its own, so that parameters of one shape are rounded independently.
         quantized_after_step: True if it is quantized after all values have been updated, instead of
             by the launch that updates it.
         new_master: The FP32 value between the two, and the update that it comes from, where the
@@ -105,7 +107,6 @@ class Target:
         self.codecs = options.codecs(self.param.dtype)
         del self.codecs[MASTER]
         self.step_codecs = self.master.codec, *self.codecs.values()
-        self.is_dithered = not all(codec.exact for codec in self.step_codecs)
         # A step decodes the weight, as nothing else has its value.
         self._starts_from_codes = self.master.codec in (INT8, CODES)
         # A step writes the parameter from a value that is not stored in it.
@@ -120,14 +121,15 @@ class Target:
         own = local(self.owner)
         return own is self._source and (type(own), own.dtype) == self._type
 
-    def bind(self, group: dict[str, Any], state: State, updates: bool) -> None:
-        """Set what a step works on."""
+    def bind(self, group: dict[str, Any], state: State, updates: bool, place: int) -> None:
+        """Set what a step works on; ``place``: That among the parameters of the optimizer."""
         self.group, self.state, self.updates = group, state, updates
         self.new_master = None  # of a step that was interrupted
-        self.tensors, self.first_element = dict(state), 0
+        self.tensors, first = dict(state), 0
         if is_dtensor(self.owner):
             self.tensors = {name: local(value) for name, value in state.items()}
-            self.first_element = first_element(self.owner)
+            first = first_element(self.owner)
+        self.dither_start = (first + place * _SALT) % 2**32
         tensors, name = self.tensors, self.master.name
         self.stepped = tensors[MASTER] if name == MASTER else self.param
         self.remainder = tensors[REST] if name == REST else None
@@ -258,7 +260,7 @@ class Target:
             self.tensors[MASTER].copy_(remainder)
 
     def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
-        bits = dither_bits(self.first_element, master.numel(), step, master.device).master
+        bits = dither_bits(self.dither_start, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
     # Its step by torch operators
@@ -297,7 +299,7 @@ class Target:
             self.group["decoupled_weight_decay"],
             None if grad_scale is None else grad_scale.to(grad.device),
             clip,
-            self.first_element,
+            self.dither_start,
         )
         if self._is_written and self.updates:
             self.hold_master(value.codes, scalars.dither_step)
@@ -488,10 +490,12 @@ class Targets:
 
     Attributes:
         options: The options that they have in common.
+        places: The places of parameters in the groups, equal on all ranks and in runs that go on.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.places: dict[Tensor, int] = {}
         self._known: dict[Tensor, Target] = {}
 
     def __getitem__(self, owner: Tensor) -> Target:
@@ -513,8 +517,9 @@ class Targets:
             if not owner.is_meta:
                 self[owner]
 
-    def keep_only(self, owners: Iterable[Tensor]) -> None:
+    def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
+        self.places = {owner: i for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
 
     def unbind(self, states: dict[Tensor, State]) -> None:

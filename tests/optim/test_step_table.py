@@ -853,7 +853,7 @@ def parameters_of_other_shapes_join(run: Run, oracle: Oracle) -> None:
         run.model.register_parameter(f"odd{i}", Parameter(value.to(run.device, copy=True)))
         kind = "none" if value.dtype == torch.float32 else master
         kind = STATES[run.case.states][3] if value.dtype == torch.bfloat16 else kind
-        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind))
+        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind, place=4 + i))
     run.optimizer.add_param_group({"params": run.params[4:]})
     run.optimizer.add_param_group({"params": []})
     both(run, oracle, 0, 1)
@@ -922,6 +922,7 @@ def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
 def group_added(run: Run, oracle: Oracle) -> None:
     """Its parameters count their own steps."""
     late = run.params[2]
+    oracle.cells[2].place, oracle.cells[3].place = 3, 2  # in the groups
     run.optimizer = run.optimizer_of([p for p in run.params if p is not late])
     both(run, oracle, 0, absent=(2,))
     own = dict(lr=2e-3, weight_decay=0.0)
