@@ -112,8 +112,7 @@ def _path(folder: Path, name: str) -> Path:
         )
     if not path.is_file():
         raise ValueError(
-            f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device; "
-            "copy the checkpoint again"
+            f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device"
         )
     return path
 

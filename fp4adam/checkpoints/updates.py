@@ -150,10 +150,9 @@ class WeightSender:
         follows = self._id if structure == self._structure and not full else None
         if follows is None:
             self._sent.clear()
-        self._id, self._structure = None, structure
+        self._id, self._structure, changes = None, structure, []
         meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
         sends = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)  # on their first rank
-        changes = []
         for name, tensor in (i for entry in trained.entries() for i in entry.items()):
             if sends and (change := self._change(name, tensor)) is not None:
                 changes.append(change)
