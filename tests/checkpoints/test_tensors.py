@@ -103,7 +103,7 @@ def test_weights_are_read_when_their_turn_comes():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="layout must be one of .* got 'awq'"):
         export_tensors(build("mxfp8"), "awq")
-    with pytest.raises(ValueError, match="in Float8BlockTensor for layout 'fp8'"):
+    with pytest.raises(ValueError, match="for layout 'fp8', Float8BlockTensor, got MXFP8"):
         export_tensors(build("mxfp8"), "fp8")
 
 

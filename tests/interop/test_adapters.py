@@ -7,7 +7,6 @@ tests/golden. The real torchao is tested in tests/integrations.
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -341,7 +340,7 @@ REFUSED = {
     "more memory": (
         MXFP8Quantizer(),
         dict(_INNER_TENSORS=(("_rowwise_data", "rowwise_data"), ("_outliers", "outliers"))),
-        "got _outliers as well, which this version does not know",
+        "got _outliers as well; quantize",
     ),
     "row-scaled": (NVFP4Quantizer(), dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
     "columns of 2-D MXFP8": (
@@ -364,12 +363,6 @@ def test_what_no_kernel_writes_is_refused(quantizer, attributes, words):
     param = te_tensor(quantizer, random(SHAPE, 0).bfloat16(), **attributes)
     with pytest.raises(ValueError, match=words):
         FP4Adam([param])
-
-
-def test_another_major_version_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(__version__="3.0.1"))
-    with pytest.raises(ValueError, match="transformer_engine must be version 2, got 3.0.1"):
-        FP4Adam([te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())])
 
 
 class Packed(Wrapper):
