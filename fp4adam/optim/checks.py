@@ -57,9 +57,13 @@ def check_quantize_from(quantize_from: str) -> None:
         )
 
 
-def check_group_names(group: Mapping[str, Any]) -> None:
-    """Raise if a group has an option that groups do not have, or not under this name."""
-    of_optimizer = group.keys() & _OF_OPTIMIZER
+def check_group_names(group: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise if a group has an option that groups do not have, or not under this name.
+
+    ``own``: The optimizer's options, which ZeroRedundancyOptimizer copies to groups.
+    """
+    names = group.keys() & _OF_OPTIMIZER
+    of_optimizer = [name for name in names if name not in own or group[name] != own[name]]
     if of_optimizer:
         raise ValueError(
             f"{min(of_optimizer)} must be an option of the optimizer, got it in a parameter group, "

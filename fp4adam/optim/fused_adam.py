@@ -83,6 +83,7 @@ class FusedAdam(Optimizer):
     _step_supports_amp_scaling = True
     # Whether states and groups look like those of Transformer Engine's FusedAdam, or torch.optim's.
     _has_te_layout = True
+    _own_options: Mapping[str, Any] = {}
     master_weights, master_weight_dtype = _option("master_weights"), _option("master_weight_dtype")
     exp_avg_dtype, exp_avg_sq_dtype = _option("exp_avg_dtype"), _option("exp_avg_sq_dtype")
     store_param_remainders = _option("store_param_remainders")
@@ -146,6 +147,7 @@ class FusedAdam(Optimizer):
         _join_flags(defaults)
         defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))
+        self._own_options = dict(options, states=states, scale_groups=scale_groups)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
@@ -209,7 +211,7 @@ class FusedAdam(Optimizer):
         """Add a parameter group; nothing has changed if it raises."""
         if isinstance(param_group, dict):
             _join_flags(param_group)
-            checks.check_group_names(param_group)
+            checks.check_group_names(param_group, self._own_options)
             self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:
