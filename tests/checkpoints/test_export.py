@@ -153,17 +153,6 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
 
 
-def test_modelopt_describes_itself_twice(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path, "modelopt")
-    content = json.loads((tmp_path / "hf_quant_config.json").read_text())
-    assert content["quantization"] == {
-        "quant_algo": "W4A16_NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": 16,
-        "exclude_modules": ["lm_head"],
-    }
-
-
 @pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
 def test_scales_come_in_the_order_of_gemms_too(kind, tmp_path):
     quantizer = kind(optimize_for_gemm=True)
