@@ -138,7 +138,7 @@ def _has_bytes(p: Target, state: State) -> bool:
 
     These complete the codes that are there, and would not give the same scales again.
     """
-    if p.param._shared.next_init_val is not None:
+    if (init_val := p.param._shared.init_val) is not None and init_val.is_meta:
         return False  # no step has changed it since it was loaded
     master, start = p.master.read(state), p.start_value
     if p.master.codec is INT8:

@@ -25,10 +25,6 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
 
 @functools.lru_cache(maxsize=4096)
 def blocks_of_parts(

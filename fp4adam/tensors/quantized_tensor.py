@@ -180,7 +180,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered; call reshard() of its module first"
             )
-        if not plain and x._window == self._window:
+        if not plain and x._window() == self._window():
             return  # loading an alias of itself, such as a tensor from state_dict()
         is_new = shared.first_row is None
         with torch.no_grad():
@@ -317,7 +317,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         if kept is not None and value._shared.init_val is None and self.has_bytes_of(value):
             value._high_precision_init_val = kept
         value._shared.stepped_by = value._shared.stepped_by or self._shared.stepped_by
-        self._shared, self._start, self._start_col = value._window
+        self._shared, self._start, self._start_col = value._window()
         torch.autograd.graph.increment_version(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -333,7 +333,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         alias._start, alias._start_col = self._start + start, self._start_col + start_col
         return alias
 
-    @property
     def _window(self) -> tuple[SharedStorage, int, int]:
         return self._shared, self._start, self._start_col
 
@@ -348,7 +347,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         pending = source._shared.pending
         changes = {"pending": None if pending is None else fn(pending)}
         if keeps_init_val:
-            changes["init_val"] = self._shared.next_init_val if kept is None else fn(kept)
+            changes["init_val"] = self._shared.init_val if kept is None else fn(kept)
         new = source._shared.on(source.inner.map(fn), **changes)
         return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
 

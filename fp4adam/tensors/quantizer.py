@@ -49,7 +49,6 @@ class Quantizer(QuantizerNames, Generic[T]):
     )
 
     tensor_class: ClassVar[type[Tensor]]
-    name: ClassVar[str]  # of the format in kernels
     kernels: ClassVar[bool] = False  # whether there are some with the arithmetic of this very class
     largest_value: ClassVar[float] = 0.0  # of a tensor whose per-tensor scale is 1
 

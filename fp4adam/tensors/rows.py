@@ -208,12 +208,12 @@ def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking
         left = None if other.left is None else tensor.twin()
     shared.first_row = source._first_row % tensor.quantizer.layout.block
     shared.rows = matrix_shape(tensor)[0]
-    shared.init_val = other.next_init_val
-    if other.init_val is not shared.init_val:
+    shared.init_val = other.init_val
+    if other.init_val is not None and not other.init_val.is_meta:
         shared.init_val = rows_of(source, other.init_val).reshape(tensor.shape).clone()
     shared.stepped_by = shared.stepped_by or other.stepped_by
     if left is not None:
-        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window[1:]), False)
+        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window()[1:]), False)
         shared.left = every_row(left)
     _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
 
@@ -288,7 +288,7 @@ def parallel_part(
     part = type(tensor)(shape, tensor.dtype, quantizer, shared)
     if tensor.is_meta:
         shared.first_row, shared.unsettled = 0, shared.rows_share_scales
-        shared.init_val = tensor._shared.next_init_val
+        shared.init_val = tensor._shared.init_val
     else:
         copy_bytes(part, window, non_blocking=False)
     return part
@@ -328,13 +328,13 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
 def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
     """Update the high-precision initial value after a write, if it is kept; None if unknown."""
     shared = tensor._shared
-    has_init_val = shared.init_val is not shared.next_init_val
     keeps = shared.init_val is not None or shared.stepped_by
     if is_all(tensor):
         if keeps:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
     elif shared.pending is None and not tensor.is_meta:
+        has_init_val = shared.init_val is not None and not shared.init_val.is_meta
         if has_init_val or (keeps and value is not None):
             # The other rows keep their values.
             value = tensor._read(torch.float32) if value is None else value

@@ -167,11 +167,6 @@ class SharedStorage:
         return dataclasses.replace(self, tensors=tensors, **own)
 
     @property
-    def next_init_val(self) -> Tensor | None:
-        """``init_val`` if it stands for the next value that is written, else None."""
-        return self.init_val if self.init_val is not None and self.init_val.is_meta else None
-
-    @property
     def rows_share_scales(self) -> bool:
         """Whether quantization needs rows that this storage does not hold."""
         spec = self.global_spec

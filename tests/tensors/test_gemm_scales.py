@@ -13,23 +13,17 @@ import format_reference as reference
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
 from fp4adam.tensors.swizzle import ScalePair, write_scales
 from golden_vectors import golden_cases, sha16
+from quantizer_table import every
+from quantizer_table import randn as randn_of
 
 USAGES = ("rowwise", "columnwise")
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False, optimize_for_gemm=True),
-    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False, optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
-    "mxfp8-rowwise": MXFP8Quantizer(columnwise=False, optimize_for_gemm=True),
-}
-SHAPE = (64, 96)
 
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+names = ("nvfp4", "nvfp4-1d", "nvfp4-columnwise", "mxfp8", "mxfp8-2d", "mxfp8-rowwise")
+every_quantizer = every(*(f"{name}-swizzled" for name in names))
 
 
-def randn(seed: int = 0, device: str = "cpu", shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+def randn(seed: int = 0, device: str = "cpu") -> Tensor:
+    return randn_of(seed=seed, device=device)
 
 
 def pairs_of(scales: list[Tensor]) -> list[ScalePair]:
@@ -144,9 +138,7 @@ def test_copies_and_files_hold_them(quantizer):
 
 @pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
 def test_steps_write_what_a_gemm_reads_where_it_always_was(kind, path_device):
-    weight = torch.nn.Parameter(
-        kind(optimize_for_gemm=True).quantize(randn(0, path_device, (64, 64)))
-    )
+    weight = torch.nn.Parameter(kind(optimize_for_gemm=True).quantize(randn(0, path_device)))
     before = [weight.rowwise_gemm_scale_inv, weight.columnwise_gemm_scale_inv]
     weight.grad = torch.ones_like(weight)
     FP4Adam([weight], lr=0.1).step()

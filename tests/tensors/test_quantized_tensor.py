@@ -30,28 +30,12 @@ from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 from helpers import assert_identical, stored, through_a_file
+from quantizer_table import SHAPE, TABLE, every, randn
 
-NVFP4 = NVFP4Quantizer()
-QUANTIZERS = {
-    "nvfp4": NVFP4,
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
-    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
-    "float8": Float8Quantizer(),
-    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
-}
-SHAPE = (64, 96)
-
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-
-
-def randn(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device, dtype)
+NVFP4 = TABLE["nvfp4"]
+NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-columnwise", "mxfp8", "mxfp8-2d", "mxfp8-swizzled")
+NAMES += ("float8block", "float8block-1d", "float8", "float8-delayed")
+every_quantizer = every(*NAMES)
 
 
 def new_param(quantizer: Quantizer = NVFP4, **kwargs) -> nn.Parameter:
@@ -196,7 +180,7 @@ def test_gradients_are_deep_copied_and_files_are_loaded_elsewhere():
     assert through_a_file(param, map_location="meta").device.type == "meta"
 
 
-@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS.values() if q.rowwise], ids=str)
+@every(*(name for name in NAMES if TABLE[name].rowwise))
 @pytest.mark.parametrize("swizzles", [False, True])
 def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizzles):
     swizzles &= quantizer.layout.scale_type in ("e4m3", "e8m0")

@@ -6,22 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from quantizer_table import every, randn
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-swizzled", "mxfp8", "mxfp8-2d-swizzled", "float8block")
+every_quantizer = every(*NAMES, "float8")
 
 
 def value() -> Tensor:
-    return torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return randn(dtype=torch.bfloat16)
 
 
 @every_quantizer
