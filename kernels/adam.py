@@ -93,7 +93,7 @@ def step_variant(
 
 
 class Scalars(NamedTuple):
-    """The scalars of an update, float32; ``dither`` is the dither origin, int32."""
+    """The scalars of an update, float32; ``dither`` is the dither origin, uint32."""
 
     factor: Any
     decay: Any
@@ -142,6 +142,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     row = scalars + field(table, tensor, "scalars") * SCALARS_WIDTH
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
     upper, lower = tl.load(row + scalar("dither_upper")), tl.load(row + scalar("dither_lower"))
+    start = field(table, tensor, "dither_start")
     return Scalars(
         factor,
         tl.load(row + 1),
@@ -151,7 +152,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         tl.load(row + 5),
         tl.load(row + 6),
         tl.load(row + 7),
-        (upper.to(tl.int32) << 16) + lower.to(tl.int32),
+        (upper.to(tl.uint32) << 16) + lower.to(tl.uint32) + start.to(tl.uint32),
     )
 
 
@@ -373,11 +374,11 @@ def step_tile(
 
 
 class StepLaunch:
-    """The step of the tensors of one kind: launches one after the other.
+    """The step of tensors with one ``LaunchKey``: launches one after the other.
 
-    ``step.StepLaunch`` and ``plain_step.StepLaunch`` make it from the properties that the tensors
-    have in common, a ``Kind`` of the optimizer; and from a ``LaunchTensors``: shapes, amax slots, a
-    part of the table, and scalars.
+    ``step.StepLaunch`` and ``plain_step.StepLaunch`` make it from that key, and from shapes (plain
+    tensors have one column), amax slots (tensors with the same slot share an amax), a part of the
+    table, and the scalars that its rows refer to.
     """
 
     amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax

@@ -114,7 +114,7 @@ def _amax_preview_kernel(
     before the step are written to ``stored_amaxes``, float32 [n_tensors], for the pass. ``epsilon``
     and F are for the codes of these.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 19]. scalars: float32 [n, 12], including
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 20]. scalars: float32 [n, 12], including
     a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
     row, column, rows << 16 | columns). slots: int32 [n_tensors], the amax slot of each tensor;
     tensors that share one take part together. tile_amaxes: float32 [n_tiles], and old_amaxes:

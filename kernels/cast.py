@@ -198,7 +198,7 @@ def _span_kernel(
     or its codes, by known amaxes, which preserve what the span does not have.
 
     Grid: (n_tiles,). Tile: [TR, BC], one row of blocks, in parts of BR rows. table: int64
-    [n_tensors, 19]. tiles: int32 [n_tiles, 4]. WHOLE: the span contains the whole tile, so there
+    [n_tensors, 20]. tiles: int32 [n_tiles, 4]. WHOLE: the span contains the whole tile, so there
     are no masks. Reads the span (2 or 4 bytes per element), and reads or writes 4 bytes per block;
     writes half a byte or one per element and direction.
     """
@@ -256,7 +256,7 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
 
     Also the amaxes of tensors, where scales need them.
 
-    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 19]. chunks: int32
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 20]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). Reads 4 bytes per block,
     writes 1 or 4.
     """

@@ -60,7 +60,7 @@ def _plain_kernel(
     """Adam on a run of elements of one tensor, a matrix or with one column, read flat.
 
     Grid: (n_tiles,). Tile: LOOP rows of ROW elements, whole ones in a prefetching loop if LOOP > 1.
-    grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1]. table: int64 [n_tensors, 19]. scalars:
+    grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1]. table: int64 [n_tensors, 20]. scalars:
     float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor, tile of that tensor).
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
     per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.
@@ -176,7 +176,7 @@ def update_scaled(
     return update(table, scalars, shapes, variant._replace(write_dtype=None)), rest
 
 
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """One pass over plain tensors; arguments as for ``adam.StepLaunch``."""
     shapes, _, table, scalars = tensors
-    return adam.StepLaunch(update(table, scalars, shapes, kind.variant()))
+    return adam.StepLaunch(update(table, scalars, shapes, key.variant()))

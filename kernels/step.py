@@ -140,6 +140,19 @@ def _encode_part(
     return Part(codes, row_scale, insert_tile(kept.columns, part.columns, i), column_scale)
 
 
+@triton.jit
+def _encode_held(
+    kept, held, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """:func:`_encode_part` of part ``i`` of the held values [n, BR, BC], in bits."""
+    number = tl.arange(0, held.shape[0])[:, None, None]
+    value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
+    return _encode_part(
+        kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED, BR, BC
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
     grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
@@ -150,7 +163,7 @@ def step_kernel(
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
-    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
+    table: int64 [n_tensors, 20]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
     tile may reach past an edge. epsilon: the lower bound of amaxes of float32 scales.
 
     Of formats with a preview: slots, int32 [n_tensors], the amax slot of each tensor; several may
@@ -273,14 +286,18 @@ def step_kernel(
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
         given = rows, cols, amax, epsilon, storage, states.value, constants
-        for i in tl.range(0, PARTS, loop_unroll_factor=1 if MASKED else PARTS):
-            part_number = tl.arange(0, PARTS)[:, None, None]
-            value = tl.sum(tl.where(part_number == i, held, 0), 0).to(tl.float32, bitcast=True)
-            row, col = first_row + i * DR, first_col + i * DC
-            kept = _encode_part(
-                kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED,
-                BR, BC,
-            )  # fmt: skip
+        if MASKED:
+            for i in range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
+        else:
+            for i in tl.static_range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
     part = Part(
         _joined(kept.rows, DOWN),
         _joined(kept.row_scale, DOWN),
@@ -313,7 +330,7 @@ def _delayed_amax_kernel(
 ):  # fmt: skip
     """Take the amax of each tensor from its history, and make room there for the next one.
 
-    Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
+    Grid: (n_tensors,). table: int64 [n_tensors, 20]. factor: 2**margin. LENGTH: entries of a
     history; BLOCK: the power of two above. The entries move down by one, the first becomes the
     last; entry 0 is set to zero, for the pass to raise. stored_amaxes: float32 [n_tensors], set to
     the amaxes of the stored codes; or None.
@@ -417,12 +434,12 @@ def tiles_of(
     return torch.cat(whole + rest), sum(map(len, whole))
 
 
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
     shapes, slots, table, scalars = tensors
-    layout, variant = kind.quantizer.layout, kind.variant()
+    layout, variant = key.quantizer.layout, key.variant()
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
-    F = format_of(layout, kind.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
+    F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
     tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
@@ -462,16 +479,16 @@ def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)
-        return PreviewedLaunch(known, variant, F, epsilon, bool(kind.groups), launches)
+        return PreviewedLaunch(known, variant, F, epsilon, bool(key.groups), launches)
     if amax == "history":
         stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
-        length = kind.quantizer.amax_history_len
+        length = key.quantizer.amax_history_len
         shift = Launch(
             _delayed_amax_kernel,
             len(shapes),
-            (table, stored_amaxes, 2.0**kind.quantizer.margin),
+            (table, stored_amaxes, 2.0**key.quantizer.margin),
             dict(
-                IS_MAX=kind.quantizer.amax_compute_algo == "max",
+                IS_MAX=key.quantizer.amax_compute_algo == "max",
                 LENGTH=length,
                 BLOCK=triton.next_power_of_2(length),
             ),

@@ -49,14 +49,13 @@ def power(base, exponent):
 
 @triton.jit(do_not_specialize_on_alignment=("found_inf_ptr",))
 def _step_scalars_kernel(
-    found_inf_ptr, table, hyper, groups, first_elements, steps, scalars, n, BLOCK: tl.constexpr,
+    found_inf_ptr, table, hyper, groups, steps, scalars, n, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts the step of each tensor that takes part, and writes its row of scalars.
 
     Grid: (ceil(n / BLOCK),). Tile: BLOCK tensors. found_inf_ptr: float32 [1]; if it is not 0, no
-    step is counted. table: int64 [n, 19]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
-    int32 [n], the row of each tensor in ``hyper``. first_elements: int64 [n], the dither's index of
-    each tensor's first element; its low 32 bits count. steps: int64 [n], addresses of the step
+    step is counted. table: int64 [n, 20]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
+    int32 [n], the row of each tensor in ``hyper``. steps: int64 [n], addresses of the step
     counts, one float32 each, updated. scalars: float32 [n, 12], with SCALAR_COLUMNS; the bounds for
     amax previews are set to 0.
     """
@@ -83,7 +82,7 @@ def _step_scalars_kernel(
     weight = one - beta1
     # Divisions and roots of float64 are correctly rounded.
     step_size = tl.where(tl.abs(lr) > SMALLEST, lr / bias_correction1, 0.0)
-    dither = mixed(number.to(tl.uint32)) + tl.load(first_elements + tensor).to(tl.uint32)
+    dither = mixed(number.to(tl.uint32))
 
     out = scalars + tensor * SCALARS_WIDTH
     tl.store(out, grad_factor.to(tl.float32), counts)
@@ -104,7 +103,6 @@ def step_scalars(
     table: Tensor,
     hyper: Tensor,
     groups: Tensor,
-    first_elements: Tensor,
     steps: Tensor,
     scalars: Tensor,
 ) -> Launch:
@@ -113,5 +111,5 @@ def step_scalars(
     The tensors are those of :func:`_step_scalars_kernel`.
     """
     n = len(steps)
-    given = table, hyper, groups, first_elements, steps, scalars, n
+    given = table, hyper, groups, steps, scalars, n
     return Launch(_step_scalars_kernel, triton.cdiv(n, BLOCK), given, dict(BLOCK=BLOCK))

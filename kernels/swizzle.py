@@ -18,7 +18,7 @@ TILE = (128, 32)
 def _swizzle_kernel(table, tiles, UNDO: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Copy one tile of scales from a plain matrix to a swizzled one, or back if UNDO.
 
-    Grid: (n_tiles,). Tile: [BR, BC], BR = 128. table: int64 [n_tensors, 19]. tiles: int32
+    Grid: (n_tiles,). Tile: [BR, BC], BR = 128. table: int64 [n_tensors, 20]. tiles: int32
     [n_tiles, 4]. Reads and writes a byte per scale; padding of swizzled ones becomes zero.
     """
     tensor, row, block = load_tile(tiles, BC)

@@ -29,7 +29,7 @@ def _transpose_kernel(table, tiles, BITS: tl.constexpr, WHOLE: tl.constexpr, SID
     Else it may reach past an edge, and is transposed byte by byte, at any alignment. With 4 bits,
     rows and columns are even.
 
-    Grid: (n_tiles,). Tile: [SIDE, SIDE]. table: int64 [n_tensors, 19]. tiles: int32 [n_tiles, 4].
+    Grid: (n_tiles,). Tile: [SIDE, SIDE]. table: int64 [n_tensors, 20]. tiles: int32 [n_tiles, 4].
     Reads and writes BITS / 8 bytes per element.
     """
     tensor, row, col = load_tile(tiles, SIDE)

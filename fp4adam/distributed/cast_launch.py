@@ -102,7 +102,7 @@ def _tiles(
     """By key, the tiles that spans fill, and the tiles that their boundaries or edges cut."""
     regions: dict[_Key, tuple[list[Region], list[Region]]] = {}
     for i, (one, value) in enumerate(zip(spans, values, strict=True)):
-        if one.span.numel:
+        if one.span.stop > one.span.start:
             lists = regions.setdefault(_Key(one.weight.quantizer, value.dtype, one.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)

@@ -134,9 +134,13 @@ def _gives_bytes(p: Target, state: State) -> bool:
 
 
 def _has_bytes(p: Target, state: State) -> bool:
-    """True if a weight was not loaded as plain values, and its remainders reach the master.
+    """True if a weight was not loaded as other plain values, and its remainders reach the master.
 
     These complete the codes that are there, and would not give the same scales again.
     """
-    is_plain = p.start_value is not None or p.param._shared.next_init_val is not None
-    return not is_plain and (p.master.codec is not INT8 or p.master.can_hold(p.master.read(state)))
+    if (init_val := p.param._shared.init_val) is not None and init_val.is_meta:
+        return False  # no step has changed it since it was loaded
+    master, start = p.master.read(state), p.start_value
+    if p.master.codec is INT8:
+        return start is None and p.master.can_hold(master)
+    return start is None or torch.equal(start.to(master).view(master.shape), master)

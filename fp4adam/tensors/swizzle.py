@@ -24,24 +24,15 @@ if TYPE_CHECKING:
 
 
 class ScalePair(NamedTuple):
-    """The scales of one direction in two layouts.
+    """One-byte scales of one direction in two layouts."""
 
-    Attributes:
-        plain: One-byte dtype, [rows / repeats, blocks per row], any strides.
-        swizzled: One-byte dtype, contiguous [rows padded to 128, blocks padded to 4].
-        repeats: Number of rows that share one row of ``plain``.
-    """
-
-    plain: Tensor
-    swizzled: Tensor
+    plain: Tensor  # [rows / repeats, blocks per row], any strides
+    swizzled: Tensor  # contiguous [rows padded to 128, blocks padded to 4]
     repeats: int = 1
 
 
 def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rewrite the swizzled scales of tensors that store them, in one launch per device.
-
-    Addresses stay.
-    """
+    """Rewrite the swizzled scales of tensors that store them, in place; one launch per device."""
     by_device: dict[torch.device, list[ScalePair]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device] += _stored(tensor)
@@ -50,18 +41,18 @@ def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 def gemm_scale_launches(tensors: Sequence[QuantizedTensor]) -> list[Launch]:
-    """The launches of :func:`build_gemm_scales`, for tensors on one GPU; each can be repeated."""
+    """The launches of :func:`build_gemm_scales` for tensors on one GPU, to be repeated."""
     scales = [each for tensor in tensors for each in _stored(tensor)]
     return [_launch(scales, undo=False)] if scales else []
 
 
 def read_gemm_scales(tensor: QuantizedTensor) -> None:
-    """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
+    """Write the plain scales of a tensor from its swizzled ones."""
     write_scales(_stored(tensor), undo=True)
 
 
 def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
-    """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
+    """New swizzled scales of a direction that the tensor has, "rowwise" or "columnwise"."""
     scales = _scales(tensor, usage)
     write_scales([scales])
     return scales.swizzled
@@ -122,11 +113,7 @@ def _launch(scales: list[ScalePair], undo: bool) -> Launch:
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of contiguous swizzled scales whose elements are in row-major order, with padding.
-
-    It is [row tiles, 4, 32, column tiles, 4], of tiles of 128 rows by 4 blocks. ``rows`` and
-    ``blocks``, per row, may include the padding.
-    """
+    """A view of swizzled scales in row-major order: [rows / 128, 4, 32, blocks / 4, 4]."""
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     # Flat first: from [rows, blocks], torch.compile would add guards on symbolic sizes.
     return swizzled.view(-1).view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

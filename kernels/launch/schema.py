@@ -24,6 +24,7 @@ STEP = (
     "rowwise_gemm_scale",
     "columnwise_gemm_scale",
     "amax_history",
+    "dither_start",  # index of its first element for the dither
 )
 CAST = (
     # The span of elements. Addresses of values and codes are extrapolated to the matrix's first.
@@ -66,7 +67,7 @@ SCALAR_COLUMNS = (
     "eps",
     "step_size",
     "rsqrt_bias_correction2",
-    "dither_upper",  # 16-bit halves of the dither origin, which float32 represents exactly
+    "dither_upper",  # 16-bit halves of the step's dither origin, which float32 represents exactly
     "largest_update",  # bounds of the update, for ``amax_preview``
     "largest_decay",
     "dither_lower",

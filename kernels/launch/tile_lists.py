@@ -36,7 +36,7 @@ def tile_grid(region: Region, tile: tuple[int, int], band: int | None = None) ->
 
 
 def table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """A table, int64 [n_tensors, 19], from rows by ``schema.table_row``."""
+    """A table, int64 [n_tensors, 20], from rows by ``schema.table_row``."""
     return _table(tuple(chain.from_iterable(rows)), device, _stream(device))
 
 

@@ -313,9 +313,9 @@ def matrix_jobs():
             {**constexpr_of(F), "MASKED": masked, "BR": br, "BC": bc},
             num_warps=8 if masked else br * bc // 1024,
         )
-    activations = NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer(), Float8Quantizer()
-    for quantizer in activations:
-        name = quantizer.name
+    kinds = NVFP4Quantizer, MXFP8Quantizer, Float8BlockQuantizer, Float8Quantizer
+    names = "nvfp4", "mxfp8", "float8_block", "float8"
+    for name, quantizer in zip(names, (kind() for kind in kinds), strict=True):
         jobs[f"fake quantize {name}"] = job(
             "cast._quantize_kernel",
             {"x_ptr": "*bf16", "amax_ptr": "*fp32", "out_ptr": "*bf16", **given},
@@ -367,7 +367,6 @@ def kernel_jobs(sm):
             "table": "*i64",
             "hyper": "*fp64",
             "groups": "*i32",
-            "first_elements": "*i64",
             "steps": "*i64",
             "scalars": "*fp32",
             "n": "i32",

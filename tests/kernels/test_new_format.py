@@ -76,7 +76,6 @@ class E2M3Quantizer(MXQuantizer[E2M3Tensor]):
 
     columnwise: bool = False
     tensor_class = E2M3Tensor
-    name = "e2m3"
     kernels = True
 
     def full_layout(self) -> Layout:

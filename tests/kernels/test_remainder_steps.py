@@ -67,7 +67,7 @@ class Weight:
         addresses = [
             [0 if t is None else t.data_ptr() for t in part] for part in (state, storage, rest)
         ]
-        return [grad.data_ptr(), index, *addresses[0], *addresses[1], *p.shape, *addresses[2]]
+        return [grad.data_ptr(), index, *addresses[0], *addresses[1], *p.shape, *addresses[2], 0]
 
     def tensors(self):
         moments = {f"moment {i}": t for i, t in enumerate(sum(map(list, self.moments), []))}

@@ -260,6 +260,21 @@ def test_loaded_remainders_of_other_codes_are_dropped_aloud():
         take_steps(other, [2])
 
 
+def test_parameters_of_one_shape_are_rounded_independently():
+    """Errors of many layers average out: with equal values and gradients, only dithers differ."""
+    params = [weight(NVFP4Quantizer()) for _ in range(8)]
+    optimizer = FP4Adam(params, lr=1e-3, states="8bit")
+    for seed in range(2):
+        for param in params:
+            param.grad = random(tuple(param.shape), seed)
+        optimizer.step()
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            found = torch.stack([optimizer.get_unscaled_state(p, name).flatten() for p in params])
+            related = torch.corrcoef((found - found.mean(0)).double())
+            # The mean makes them -1/7.
+            assert (related[~torch.eye(8, dtype=torch.bool)] + 1 / 7).abs().max() < 0.25, name
+
+
 # Weights in 8 bits without masters
 
 
