@@ -120,7 +120,7 @@ class Engine:
         checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
-            checks.check_group_names(group)
+            checks.check_group_names(self.targets.options, group)
 
     # What engines with offloaded states do in another way
 
