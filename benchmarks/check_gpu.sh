@@ -9,9 +9,12 @@
 #     tests     tests with real kernels; WORKERS (default 12), SECONDS_OF_TESTS (300)
 #     programs  random programs with real kernels; MINUTES (default 2), SEED (0)
 #     digests   what programs end with, beside a CPU's
-#     sanitizer compute-sanitizer on steps with masters
+#     sanitizer compute-sanitizer on the one kernel
+#     kernels   the step's kernels beside those of another checkout, OTHER, in one process
 #     step      times of one optimizer step; MODEL (default all), ONLY
+#     fp8       training steps in FP8 beside torchao's and BF16, 4,096 and 2,048 wide
 #     memory    full fine-tuning of a Llama 8B shape: peak memory and tokens per second; ONLY
+#     offload   the same with states in host memory
 #     learning  losses of a GPT of 100 M parameters; TOKENS (default 50e6), ONLY
 #     te        Transformer Engine's own tensors; needs transformer_engine; PARTS of te_check.py
 #     ranks     two GPUs: FSDP2, DDP, casts, Transformer Engine's modules, scaling; WORKERS (4)
@@ -23,7 +26,9 @@ shift
 mkdir -p "$out"
 out=$(realpath "$out")
 sections=("$@")
-[ $# -gt 0 ] || sections=(tests programs digests sanitizer step memory learning te ranks host)
+[ $# -gt 0 ] || sections=(
+    tests programs digests sanitizer kernels step fp8 memory offload learning te ranks host
+)
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export FP4ADAM_COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
 [ -e fp4adam/kernels ] || ln -s ../kernels fp4adam/kernels
@@ -61,8 +66,15 @@ digests() {
 
 sanitizer() {
     timeout 120 compute-sanitizer --error-exitcode 9 python3 -m pytest -q -n 0 \
-        -p no:cacheprovider tests/optim/test_masters.py -k 'kernels and (new_memory or swapped)' |
-        tail -3
+        -p no:cacheprovider tests/kernels/test_one_step.py --few | tail -3
+}
+
+kernels() {
+    if [ -z "${OTHER:-}" ]; then
+        echo "not run: kernels needs OTHER, the folder of another checkout"
+        return
+    fi
+    python3 benchmarks/time_kernels.py --other "$OTHER" --out "$out/kernels.json"
 }
 
 step() {
@@ -70,8 +82,22 @@ step() {
         --json "$out/step.json"
 }
 
+fp8() {
+    local only="=FusedAdam, BF16 + FP32 masters;quantized matmuls;torchao float8" size
+    for size in "5 4096 32" "12 2048 16"; do
+        set -- $size
+        timeout 290 python3 benchmarks/training.py --compile --times --layers "$1" --dim "$2" \
+            --heads "$3" --context 1024 --only "$only" --json "$out/fp8_$2.json"
+    done
+}
+
 memory() {
     python3 benchmarks/full_finetune.py ${ONLY:+--only "$ONLY"} --json "$out/full_finetune.json"
+}
+
+offload() {
+    python3 benchmarks/offload.py --exact 3
+    python3 benchmarks/offload.py --train 2048 --json "$out/offload.json"
 }
 
 learning() {

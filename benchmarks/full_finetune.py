@@ -155,10 +155,9 @@ CONTESTANTS = (
     fp4adam_on("MXFP8", "mxfp8", "8-bit moments, no masters", master_weights=False),
     fp4adam_on("Float8Block", "float8block", "8-bit moments, no masters", master_weights=False),
     fp4adam_on("NVFP4", "nvfp4", "8-bit states on the host", offload_states=True),
-    fp4adam_on(
-        "Float8Block, FP8 matmuls",
-        Recipe("float8block", activations=True, gradients=True),
-        "8-bit states",
+    *(
+        fp4adam_on(f"{name}, FP8 matmuls", Recipe(weights, activations=True, gradients=True))
+        for name, weights in (("Float8", "float8"), ("Float8Block", "float8block"))
     ),
 )
 

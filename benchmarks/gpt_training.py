@@ -1,6 +1,7 @@
 """Training of the example's GPT, as scaling.py and training.py measure it."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ class Contestant(NamedTuple):
 
     FP32 weights are multiplied in BF16, by autocast. ``releases`` is for gradient release.
     ``engine`` is the format of Transformer Engine's linear layers, if the blocks have these,
-    ``torchao`` torchao's recipe for float8 training.
+    ``torchao`` torchao's recipe for float8 training, or "tensorwise, FP8 all-gather".
     """
 
     name: str
@@ -63,11 +64,20 @@ def build_model(contestant: Contestant, config: GPTConfig, device: str) -> GPT:
     if contestant.engine:
         engine.use_in(model, contestant.engine)
     if contestant.torchao:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(contestant.torchao)
-        convert_to_float8_training(model.blocks, config=config)
+        use_torchao(model.blocks, contestant.torchao, device)
     return model
+
+
+def use_torchao(module: torch.nn.Module, recipe: str, device: str) -> None:
+    """Give linear layers torchao's float8 training, emulated on a CPU."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    name, _, gathers = recipe.partition(", ")
+    config = Float8LinearConfig.from_recipe_name(name)
+    config = dataclasses.replace(
+        config, emulate=device == "cpu", enable_fsdp_float8_all_gather=bool(gathers)
+    )
+    convert_to_float8_training(module, config=config)
 
 
 class Training:
@@ -123,6 +133,10 @@ class Training:
         """The optimizer's part of a training step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.contestant.torchao and "all-gather" in self.contestant.torchao:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
 
     def step(self, *batches: Batch) -> Tensor:
         """A whole training step; the loss before it."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpt_training import use_torchao
 from provenance import about
 from report import versions_of
 
@@ -170,11 +171,7 @@ def measure(
     if is_loaded:
         model.load_state_dict(torch.load(start, map_location=args.device))
     if contestant.torchao is not None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(contestant.torchao)
-        config = dataclasses.replace(config, emulate=args.device == "cpu")
-        convert_to_float8_training(model.blocks, config=config)
+        use_torchao(model.blocks, contestant.torchao, args.device)
     run = build_run(
         args, contestant.format, contestant.optimizer, contestant.recipe, model, contestant.states
     )

@@ -32,7 +32,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from traffic import Traffic
 
-from fp4adam import FP4Adam, FusedAdam, QuantizedTensor
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    FusedAdam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Recipe,
+)
 from fp4adam.optim.te_layout import stored_state
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -47,21 +56,43 @@ CONTESTANTS = (
     Contestant("FP4Adam, NVFP4", FP4Adam, "nvfp4"),
     Contestant("FP4Adam, MXFP8", FP4Adam, "mxfp8"),
     Contestant("FP4Adam, Float8Block", FP4Adam, "float8block"),
+    *(
+        Contestant(
+            f"FP4Adam, {name}, quantized matmuls",
+            FP4Adam,
+            Recipe(name.lower(), activations=True, gradients=True),
+        )
+        for name in ("Float8", "Float8Block")
+    ),
+    Contestant("FusedAdam, torchao float8 tensorwise", FusedAdam, torchao="tensorwise"),
+    # Without masters, as its weights under FSDP2 are of a class of its own.
+    Contestant(
+        "torch AdamW fused, torchao float8 tensorwise, FP8 all-gather",
+        torch.optim.AdamW,
+        torchao="tensorwise, FP8 all-gather",
+    ),
 )
+SIZES = ("layers", "dim", "heads")
 # What a forward pass gathers of quantized weights, in bytes per element: codes and scales.
-GATHERED = {"nvfp4": 1 / 2 + 1 / 16**2, "mxfp8": 1 + 1 / 32, "float8block": 1 + 4 / 128**2}
+GATHERED = {
+    NVFP4Quantizer: 1 / 2 + 1 / 16**2,
+    MXFP8Quantizer: 1 + 1 / 32,
+    Float8BlockQuantizer: 1 + 4 / 128**2,
+    Float8Quantizer: 1,
+}
 
 
 def build(contestant: Contestant, args: argparse.Namespace) -> tuple[Training, float]:
     """Training from the same weights on any number of processes, and the bytes to be gathered."""
-    model = build_model(contestant, gpt_config(args.size, layers=args.layers), args.device)
+    sizes = {name: getattr(args, name) for name in SIZES}
+    model = build_model(contestant, gpt_config(args.size, **sizes), args.device)
     if args.compile:
         torch.compiler.reset()
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
     to_gather = sum(
         p.numel()
-        * (GATHERED[contestant.recipe] if isinstance(p, QuantizedTensor) else p.element_size())
+        * (GATHERED[type(p.quantizer)] if isinstance(p, QuantizedTensor) else p.element_size())
         for p in model.parameters()
     )
     if world_size() > 1 and args.ddp:
@@ -213,7 +244,8 @@ def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--size", choices=tuple(PRESETS), help="1b on a GPU, tiny on a CPU")
-    parser.add_argument("--layers", type=int, help="as --size says")
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, help="as --size says")
     parser.add_argument("--batch", type=int, help="sequences per process; 8 on a GPU, 1 on a CPU")
     parser.add_argument("--repeats", type=int, help="counted steps; 30 on a GPU, 3 on a CPU")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
@@ -230,7 +262,7 @@ def parse_args() -> argparse.Namespace:
         "--only",
         type=lambda text: text.split(";"),
         metavar="TEXT[;TEXT]",
-        help="only names that contain one of these",
+        help="only names that contain one of these, or are one of these behind a =",
     )
     parser.add_argument("--out", type=Path, help="add settings and results to this JSON file")
     args = parser.parse_args()
@@ -256,7 +288,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "processes": world_size(),
         "settings": {
             name: getattr(args, name)
-            for name in ("size", "layers", "batch", "repeats", "exact", "compile", "ddp")
+            for name in ("size", *SIZES, "batch", "repeats", "exact", "compile", "ddp")
         },
     }
 
@@ -273,7 +305,8 @@ def main() -> None:
         if not args.exact:
             print(f"\n{header_line(args.size, COLUMNS)}", flush=True)
         for contestant in CONTESTANTS:
-            if not any(text in contestant.name for text in args.only or [""]):
+            name = contestant.name
+            if not any(name == t[1:] if t[:1] == "=" else t in name for t in args.only or [""]):
                 continue
             release()
             row = (train_exactly if args.exact else measure)(contestant, args)

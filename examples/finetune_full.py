@@ -160,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> PreTrainedModel:
 
 def report(model: PreTrainedModel, optimizer: fp4adam.FP4Adam) -> None:
     """Print what the quantized weights take, as they are stored."""
-    weights = [p for p in model.parameters() if isinstance(p, fp4adam.QuantizedTensor)]
-    stored = [t for p in weights for t in p.detach().storage_tensors().values()]
-    states = [t for p in weights for t in optimizer.state[p].values() if t.dim()]
-    numel = sum(p.numel() for p in weights)
-    weight, state = (sum(t.nbytes for t in tensors) / numel for tensors in (stored, states))
+    weights = fp4adam.summary(model, optimizer).quantized
+    numel = sum(p.numel for p in weights)
+    weight, state = (
+        sum(getattr(p, n) for p in weights) / numel for n in ("nbytes", "state_nbytes")
+    )
     print(f"{numel / 1e6:.1f} M quantized weights: {weight:.2f} bytes each, states {state:.2f}")
     if torch.cuda.is_available():
         print(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

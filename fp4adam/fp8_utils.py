@@ -63,10 +63,9 @@ def copy_tensors_to_quantized_params(params: Sequence[Tensor], srcs: Sequence[Te
 
 def dequantize_fp8_tensor(fp8_tensor: Tensor) -> Tensor:
     """The values in the tensor's nominal dtype; ValueError if it is not a quantized tensor."""
-    if is_te_tensor(fp8_tensor):
-        return BorrowedTensor(fp8_tensor).tensor.dequantize()
-    if isinstance(fp8_tensor, QuantizedTensor):
-        return fp8_tensor.dequantize()
+    own = BorrowedTensor(fp8_tensor).tensor if is_te_tensor(fp8_tensor) else fp8_tensor
+    if isinstance(own, QuantizedTensor):
+        return own.dequantize()
     raise ValueError(
         f"fp8_tensor must be a quantized tensor, got a {type(fp8_tensor).__name__}; other tensors "
         "have their values already"

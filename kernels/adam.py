@@ -9,47 +9,23 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
-from fp4adam.kernels.launch.schema import SCALARS_WIDTH as N_SCALARS
-from fp4adam.kernels.launch.tensor_table import (
-    EXP_AVG,
-    EXP_AVG_SCALE,
-    EXP_AVG_SQ,
-    EXP_AVG_SQ_SCALE,
-    GRAD,
-    MAX_EXP_AVG_SQ,
-    SCALARS,
-    TRITON_DTYPES,
-    WIDTH,
-    pointer,
-)
-from fp4adam.kernels.tiles.bfloat16 import round_to, to_float32
-from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES, field, pointer, state_offsets
+from fp4adam.kernels.tiles.codes import capability, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG,
     OF_EXP_AVG_SQ,
     OF_MASTERS,
+    dtype_of,
     element_hash,
     load_scale,
     load_state,
-    load_value,
-    master_pointers,
-    round_to_e4m3,
-    split_master,
     starts_from_codes,
-    state_pointer,
     store_scale,
     store_state,
-    value_pointers,
 )
-from fp4adam.kernels.tiles.update import update_quotient
 
-# Columns of a row of scalars.
-SCALARS_WIDTH = tl.constexpr(N_SCALARS)
-DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
-LARGEST_UPDATE = tl.constexpr(SCALAR_COLUMNS.index("largest_update"))
-LARGEST_DECAY = tl.constexpr(SCALAR_COLUMNS.index("largest_decay"))
-DITHER_LOWER = tl.constexpr(SCALAR_COLUMNS.index("dither_lower"))
-
+SCALARS_WIDTH = tl.constexpr(len(SCALAR_COLUMNS))
+_SCALARS = {name: i for i, name in enumerate(SCALAR_COLUMNS)}
 # Arguments that may be a different tensor, of any alignment, at every call.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
 
@@ -62,13 +38,13 @@ class Variant(NamedTuple):
         value_dtype: Dtype of the parameter if Adam updates it directly; None for a master weight.
         write_dtype: Dtype that the updated value is rounded to on its way to the parameter; None if
             the value is the parameter.
-        value_codec: Codec of the value; see :func:`load_value`.
+        value_codec: Codec of the value; see :func:`load_state`.
         exp_avg_codec: Codec of the first moment.
         exp_avg_sq_codec: Codec of the second moment.
         adam_w: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
-            read. The moments' codecs are "float32" then, and stand for nothing.
+            read. The moments' codecs are unused then (set to "float32").
     """
 
     grad_dtype: tl.dtype
@@ -117,7 +93,7 @@ def step_variant(
 
 
 class Scalars(NamedTuple):
-    """The scalars of an update, float32; ``dither`` is the dither origin, int32."""
+    """The scalars of an update, float32; ``dither`` is the dither origin, uint32."""
 
     factor: Any
     decay: Any
@@ -151,10 +127,9 @@ class Scales(NamedTuple):
     exp_avg_sq: Any
 
 
-@triton.jit
-def scalars_row(table, scalars, tensor):
-    """Pointer to the row of scalars of a tensor."""
-    return scalars + tl.load(table + tensor.to(tl.int64) * WIDTH + SCALARS) * SCALARS_WIDTH
+@triton.constexpr_function
+def scalar(name):
+    return _SCALARS[name]
 
 
 @triton.jit
@@ -164,9 +139,10 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
     scalars: float32 [n, 12], with the columns of ``launch.schema``. grad_scale_ptr, clip_ptr:
     float32 [1].
     """
-    row = scalars_row(table, scalars, tensor)
+    row = scalars + field(table, tensor, "scalars") * SCALARS_WIDTH
     factor = tl.div_rn(1.0, tl.load(grad_scale_ptr)) * tl.load(row) * tl.load(clip_ptr)
-    upper, lower = tl.load(row + DITHER_UPPER), tl.load(row + DITHER_LOWER)
+    upper, lower = tl.load(row + scalar("dither_upper")), tl.load(row + scalar("dither_lower"))
+    start = field(table, tensor, "dither_start")
     return Scalars(
         factor,
         tl.load(row + 1),
@@ -176,8 +152,114 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
         tl.load(row + 5),
         tl.load(row + 6),
         tl.load(row + 7),
-        (upper.to(tl.int32) << 16) + lower.to(tl.int32),
+        (upper.to(tl.uint32) << 16) + lower.to(tl.uint32) + start.to(tl.uint32),
     )
+
+
+@triton.jit
+def state_pointers(table, tensor, VARIANT: tl.constexpr):
+    """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
+    if VARIANT.value_dtype is None:
+        value = pointer(table, tensor, "value", dtype_of(VARIANT.value_codec))
+    else:
+        value = pointer(table, tensor, "value", VARIANT.value_dtype)
+    EXTRA: tl.constexpr = tl.int16 if VARIANT.value_codec == "remainder" else tl.uint8
+    return Pointers(
+        pointer(table, tensor, "grad", VARIANT.grad_dtype),
+        value,
+        pointer(table, tensor, "value_extra", EXTRA),
+        pointer(table, tensor, "exp_avg", dtype_of(VARIANT.exp_avg_codec)),
+        pointer(table, tensor, "exp_avg_scale", tl.uint8),
+        pointer(table, tensor, "exp_avg_sq", dtype_of(VARIANT.exp_avg_sq_codec)),
+        pointer(table, tensor, "exp_avg_sq_scale", tl.uint8),
+        pointer(table, tensor, "max_exp_avg_sq", tl.float32),
+    )
+
+
+# Elements per instance of the assembly: their dependent operations overlap.
+PACK = 4
+# The fast path takes |a| from 2^LEAST_A and v from 2^LEAST_V up to 2^SPAN times as much, c from 1/2
+# to 2^MOST_C, and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
+# subnormal or too large.
+LEAST_A, LEAST_V, SPAN, MOST_C, MOST_EPS = -78, -100, 138, 26, 40
+
+
+def _quotient_assembly() -> str:
+    """PTX for PACK elements of :func:`update_quotient`; operands are outputs, a, v, c and eps.
+
+    The fast path is what ptxas itself makes of ``sqrt.rn.f32`` and ``div.rn.f32``: an approximation
+    corrected by its exact remainder. ptxas adds a check and a branch to every one of them. Here one
+    check of all operands decides about all elements.
+    """
+    lines = [
+        ".reg .pred outside, other;",
+        ".reg .b32 bits, largest;",
+        ".reg .f32 r, s, h, n, e, b, q;",
+        "mov.b32 largest, 0;",
+    ]
+    slow = []
+    for i in range(PACK):
+        out, a, v, c, eps = (f"${i + PACK * operand}" for operand in range(5))
+        lines += [
+            f"rsqrt.approx.ftz.f32 r, {v};",
+            f"mul.rn.f32 s, {v}, r;",
+            "mul.rn.f32 h, r, 0f3F000000;",
+            "neg.f32 n, s;",
+            f"fma.rn.f32 e, n, s, {v};",
+            "fma.rn.f32 s, e, h, s;",
+            f"mul.rn.f32 b, s, {c};",
+            f"add.rn.f32 b, b, {eps};",
+            "rcp.approx.ftz.f32 r, b;",
+            "neg.f32 n, b;",
+            "fma.rn.f32 e, n, r, 0f3F800000;",
+            "fma.rn.f32 r, r, e, r;",
+            f"mul.rn.f32 q, {a}, r;",
+            f"fma.rn.f32 e, n, q, {a};",
+            f"fma.rn.f32 {out}, r, e, q;",
+        ]
+        # Twice the bits: without the sign. Below the least, the difference wraps to large numbers.
+        for x, least in ((a, LEAST_A), (v, LEAST_V)):
+            lines += [
+                f"mov.b32 bits, {x};",
+                f"mad.lo.u32 bits, bits, 2, {2**32 - (127 + least << 24)};",
+                "max.u32 largest, largest, bits;",
+            ]
+        slow += [
+            f"sqrt.rn.f32 s, {v};",
+            f"mul.rn.f32 b, s, {c};",
+            f"add.rn.f32 b, b, {eps};",
+            f"div.rn.f32 {out}, {a}, b;",
+        ]
+    c, eps = f"${3 * PACK}", f"${4 * PACK}"
+    lines.append(f"setp.gt.u32 outside, largest, {SPAN << 24};")
+    # Unordered comparisons, which NaN fulfils.
+    for x, relation, bound in ((c, "ltu", -1), (c, "gtu", MOST_C), (eps, "gtu", MOST_EPS)):
+        lines += [
+            f"setp.{relation}.f32 other, {x}, 0f{127 + bound << 23:08X};",
+            "or.pred outside, outside, other;",
+        ]
+    lines.append("@!outside bra DONE;")
+    return "{ " + " ".join([*lines, *slow, "DONE:"]) + " }"
+
+
+_QUOTIENT = tl.constexpr(_quotient_assembly())
+_OPERANDS = tl.constexpr(",".join(["=f"] * PACK + ["f"] * 4 * PACK))
+_PACK = tl.constexpr(PACK)
+
+
+@triton.jit
+def update_quotient(a, v, c, eps):
+    """a / (sqrt(v) * c + eps), each operation correctly rounded.
+
+    a, v: float32 tiles. c, eps: float32 scalars.
+    """
+    if capability() > 0:
+        quotient = tl.inline_asm_elementwise(
+            _QUOTIENT, _OPERANDS, [a, v, c, eps], dtype=tl.float32, is_pure=True, pack=_PACK
+        )
+    else:
+        quotient = tl.div_rn(a, tl.sqrt_rn(v) * c + eps)
+    return quotient
 
 
 @triton.jit
@@ -214,167 +296,95 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
 
 
 @triton.jit
-def store_value(
-    ptr, extra_ptr, start, stride, mask, x, dither, CODEC: tl.constexpr, STORE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+def step_tile(
+    pointers, ahead, start, stride, mask, constants, VARIANT: tl.constexpr, STORE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, scales=None, master=None,
 ):  # fmt: skip
-    """Store a float32 tile of updated values in the form that ``load_value`` reads.
-
-    STORE: False stores nothing. Returns the tile that the parameter is rounded from, which is ``x``
-    or the decoded codes if the codec has scales, and the scales.
-    """
-    offs = state_offsets(stride, BR, BC)
-    scale = tl.zeros((BR, (BC + 31) // 32), tl.uint8)
-    if CODEC == "remainder":
-        if STORE:
-            upper, remainder = split_master(x)
-            tl.store(extra_ptr + start + offs, remainder, mask)
-            tl.store(ptr + start + offs, upper, mask)
-    elif CODEC == "plain":
-        if STORE:
-            tl.store(ptr + start + offs, round_to(x, ptr.dtype.element_ty), mask)
-    else:
-        x, scale = store_state(ptr, start, stride, mask, x, dither, CODEC, BR, BC, STORE)
-    return x, scale
-
-
-@triton.jit
-def state_pointers(table, tensor, VARIANT: tl.constexpr):
-    """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
-    # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    if VARIANT.value_dtype is None:
-        value, extra = master_pointers(table, tensor, VALUE)
-    else:
-        value, extra = value_pointers(table, tensor, VARIANT.value_dtype, VALUE)
-    return Pointers(
-        pointer(table, tensor, GRAD, VARIANT.grad_dtype),
-        value,
-        extra,
-        state_pointer(table, tensor, EXP_AVG, FIRST),
-        pointer(table, tensor, EXP_AVG_SCALE, tl.uint8),
-        state_pointer(table, tensor, EXP_AVG_SQ, SECOND),
-        pointer(table, tensor, EXP_AVG_SQ_SCALE, tl.uint8),
-        pointer(table, tensor, MAX_EXP_AVG_SQ, tl.float32),
-    )
-
-
-@triton.jit
-def update_tile(
-    pointers, ahead, start, stride, mask, scales, scalars, VARIANT: tl.constexpr,
-    STORE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, master=None,
-):  # fmt: skip
-    """Load a tile of a tensor's state, update it, and store it if STORE, scales excepted.
+    """Load a tile of a tensor's state, update it, and store it if STORE.
 
     pointers: from :func:`state_pointers`. start: int64 offset of the tile [BR, BC], whose rows are
     ``stride`` apart. ahead: the same offset, for loads; where a pipelined loop computes both from
-    one number, the addresses wait in registers from the load to the store. scales: of the tile.
-    scalars: from :func:`load_scalars`. master: the value, float32, if the caller has decoded it.
-    start, stride and BC must be multiples of 32 if a codec has scales.
+    one number, the addresses wait in registers from the load to the store. constants: from
+    :func:`load_scalars`. scales: of the tile, if the caller loads and stores them. master: the
+    value, float32, if the caller has decoded it and stores it. start, stride and BC must be
+    multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and the new moments, float32, before they are rounded.
+    and of a decoded master the dither of its remainder, or by which it has been rounded to codes,
+    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_amax``.
     """
     ptr = pointers
+    # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     LANES: tl.constexpr = state_lanes(VARIANT)
     offs = state_offsets(stride, BR, BC, LANES)
-
-    value = master
-    if master is None:
-        value = load_value(
-            ptr.value, ptr.value_extra, ahead, stride, mask, scales.value, VALUE, BR, BC
-        )
-    grad = to_float32(tl.load(ptr.grad + ahead + offs, mask))
-    exp_avg = load_state(ptr.exp_avg, ahead, stride, mask, scales.exp_avg, FIRST, BR, BC, LANES)
-    exp_avg_sq = load_state(
-        ptr.exp_avg_sq, ahead, stride, mask, scales.exp_avg_sq, SECOND, BR, BC, LANES
-    )
-    largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else exp_avg_sq
-
-    value, exp_avg, exp_avg_sq, largest = adam_tile(
-        grad, value, exp_avg, exp_avg_sq, largest, scalars, VARIANT
-    )
-
-    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    dither = element_hash(start, stride, scalars.dither, BR, BC, LANES)
-    value_scale = scales.value
-    if master is None:
-        value, value_scale = store_value(
-            ptr.value, ptr.value_extra, start, stride, mask, value, dither * OF_MASTERS, VALUE,
-            STORE, BR, BC,
-        )  # fmt: skip
-    _, scale = store_state(
-        ptr.exp_avg, start, stride, mask, exp_avg, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
-    )
-    _, scale_sq = store_state(
-        ptr.exp_avg_sq, start, stride, mask, exp_avg_sq, dither * OF_EXP_AVG_SQ, SECOND, BR, BC,
-        STORE, LANES,
-    )  # fmt: skip
-    if STORE and VARIANT.amsgrad:
-        tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
-    return value, Scales(value_scale, scale, scale_sq), exp_avg, exp_avg_sq
-
-
-@triton.jit
-def step_tile(
-    pointers, ahead, start, stride, mask, scalars, VARIANT: tl.constexpr, STORE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, master=None, value_scale=None,
-):  # fmt: skip
-    """:func:`update_tile` of one tile with its scales; if VARIANT.is_updated, only its value.
-
-    value_scale: that of the tile, if the caller has loaded it. Returns the new value; and, of a
-    decoded master, the dither of its remainder, or by which it has been rounded to codes, and int32
-    numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_completed``.
-    """
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    if value_scale is None:
-        value_scale = load_scale(ptr.value_extra, ahead, stride, mask, VALUE, BR, BC)
-    if VARIANT.is_updated:
-        value = load_value(
-            ptr.value, ptr.value_extra, ahead, stride, mask, value_scale, VALUE, BR, BC
-        )
-        dither, ratio = value, value  # Triton 3.6 takes no None in a tuple
-    else:
-        scales = Scales(
-            value_scale,
+    old = scales
+    if scales is None:
+        old = Scales(
+            load_scale(ptr.value_extra, ahead, stride, mask, VALUE, BR, BC),
             load_scale(ptr.exp_avg_scale, ahead, stride, mask, FIRST, BR, BC),
             load_scale(ptr.exp_avg_sq_scale, ahead, stride, mask, SECOND, BR, BC),
         )
-        value, new, exp_avg, exp_avg_sq = update_tile(
-            pointers, ahead, start, stride, mask, scales, scalars, VARIANT, STORE, BR, BC, master
+    value = master
+    if master is None:
+        value = load_state(
+            ptr.value, ptr.value_extra, ahead, stride, mask, old.value, VALUE, BR, BC
         )
-        if STORE:
-            store_scale(ptr.value_extra, start, stride, mask, new.value, VALUE, BR, BC)
-            store_scale(ptr.exp_avg_scale, start, stride, mask, new.exp_avg, FIRST, BR, BC)
-            store_scale(ptr.exp_avg_sq_scale, start, stride, mask, new.exp_avg_sq, SECOND, BR, BC)
-        dither, ratio = value, value
-        if master is not None:
-            LANES: tl.constexpr = state_lanes(VARIANT)
-            dither = element_hash(start, stride, scalars.dither, BR, BC, LANES) * OF_MASTERS
-            if VALUE == "codes":
-                value = round_to_e4m3(value, dither)
-            # The bits of a positive float are its logarithm, nearly.
-            ratio = exp_avg.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            ratio -= exp_avg_sq.to(tl.int32, bitcast=True) >> 1
-    return value, dither, ratio
+    grad = to_float32(tl.load(ptr.grad + ahead + offs, mask))
+    m = load_state(ptr.exp_avg, None, ahead, stride, mask, old.exp_avg, FIRST, BR, BC, LANES)
+    v = load_state(ptr.exp_avg_sq, None, ahead, stride, mask, old.exp_avg_sq, SECOND, BR, BC, LANES)
+    largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else v
+
+    value, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
+
+    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
+    dither = element_hash(start, stride, constants.dither, BR, BC, LANES)
+    value_scale = old.value
+    if master is None:
+        value, value_scale = store_state(
+            ptr.value, ptr.value_extra, start, stride, mask, value, dither * OF_MASTERS, VALUE, BR,
+            BC, STORE,
+        )  # fmt: skip
+    _, scale = store_state(
+        ptr.exp_avg, None, start, stride, mask, m, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
+    )
+    _, scale_sq = store_state(
+        ptr.exp_avg_sq, None, start, stride, mask, v, dither * OF_EXP_AVG_SQ, SECOND, BR, BC, STORE,
+        LANES,
+    )  # fmt: skip
+    if STORE and VARIANT.amsgrad:
+        tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
+    if STORE and scales is None:
+        store_scale(ptr.value_extra, start, stride, mask, value_scale, VALUE, BR, BC)
+        store_scale(ptr.exp_avg_scale, start, stride, mask, scale, FIRST, BR, BC)
+        store_scale(ptr.exp_avg_sq_scale, start, stride, mask, scale_sq, SECOND, BR, BC)
+    dither, ratio = dither * OF_MASTERS, value
+    if master is not None:
+        if VALUE == "codes":
+            # Without masters, values get the four significant bits of E4M3 by dither.
+            bits = value.to(tl.int32, bitcast=True)
+            rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
+            bits = tl.where(tl.abs(value) < float("inf"), rounded, bits)
+            value = bits.to(tl.float32, bitcast=True)
+        # The bits of a positive float are its logarithm, nearly.
+        ratio = m.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        ratio -= v.to(tl.int32, bitcast=True) >> 1
+    return value, Scales(value_scale, scale, scale_sq), dither, ratio
 
 
 class StepLaunch:
-    """The step of the tensors of one kind; each format has its own, which makes the launches.
+    """The step of tensors with one ``LaunchKey``: launches one after the other.
 
-    It is made of the properties that the tensors have in common, a ``Kind`` of the optimizer; and
-    of a ``LaunchTensors``: shapes, amax slots, a part of the table, and scalars.
+    ``step.StepLaunch`` and ``plain_step.StepLaunch`` make it from that key, and from shapes (plain
+    tensors have one column), amax slots (tensors with the same slot share an amax), a part of the
+    table, and the scalars that its rows refer to.
     """
 
     amaxes: Tensor  # float32 [n_slots], of formats whose shards share an amax
-    _launches: list[Launch]
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self._launches = launches
 
     def compile(self, *signals: Tensor) -> None:
         """Compile all kernels of a step, for ``signals`` as for the call."""

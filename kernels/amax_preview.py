@@ -21,37 +21,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
-    LARGEST_DECAY,
-    LARGEST_UPDATE,
     SCALARS_WIDTH,
     SIGNALS,
+    StepLaunch,
     Variant,
     load_scalars,
+    scalar,
     state_lanes,
     state_pointers,
     step_tile,
 )
-from fp4adam.kernels.format import Format, encode, load_masters
+from fp4adam.kernels.format import Format, encode
 from fp4adam.kernels.launch.launch import Launch
+from fp4adam.kernels.launch.schema import COLUMNS, SCALAR_COLUMNS
 from fp4adam.kernels.launch.tensor_table import (
-    AMAX,
-    COLS,
-    GRAD,
-    ROWS,
-    SCALARS,
-    WIDTH,
-    gemm_scale_pointers,
+    field,
     pointer,
     size,
     storage_pointers,
     tile_start,
 )
-from fp4adam.kernels.store import store_tile
-from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.state import has_scales, load_master, master_pointers, max_registers
-from fp4adam.kernels.tiles.target import is_compiled
+from fp4adam.kernels.store import load_masters, store_tile
+from fp4adam.kernels.tiles.codes import capability, round_through
+from fp4adam.kernels.tiles.state import (
+    dtype_of,
+    has_scales,
+    load_scale,
+    load_state,
+    max_registers,
+)
 
 # Tiles whose amaxes one program compares.
 SCAN = 64
@@ -75,7 +74,7 @@ def largest_of_lanes(x, LANES: tl.constexpr):
     """
     BR: tl.constexpr = x.shape[0]
     BC: tl.constexpr = x.shape[1]
-    if not is_compiled():
+    if capability() == 0:
         x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
     return tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
 
@@ -115,7 +114,7 @@ def _amax_preview_kernel(
     before the step are written to ``stored_amaxes``, float32 [n_tensors], for the pass. ``epsilon``
     and F are for the codes of these.
 
-    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 19]. scalars: float32 [n, 12], including
+    Grid: (cdiv(n_tiles, SCAN),). table: int64 [n_tensors, 20]. scalars: float32 [n, 12], including
     a bound of the update (Inf if unknown) and the decay factor. tiles: int32 [n_tiles, 4], (tensor,
     row, column, rows << 16 | columns). slots: int32 [n_tensors], the amax slot of each tensor;
     tensors that share one take part together. tile_amaxes: float32 [n_tiles], and old_amaxes:
@@ -126,11 +125,10 @@ def _amax_preview_kernel(
     index = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
     inside = index < n_tiles
     tensors = tl.load(tiles + 4 * index, inside, 0)
-    rows = table + tensors.to(tl.int64) * WIDTH
     slot = tl.load(slots + tensors, inside, 0)
     # Loaded once per lane, because the interpreter of Triton 3.7 cannot broadcast a boolean.
     takes_part = tl.load(found_inf_ptr + 0 * tensors) == 0
-    takes_part &= tl.load(rows + GRAD, inside, 0) != 0
+    takes_part &= field(table, tensors, "grad") != 0
     old_amax = tl.load(old_amaxes + slot, inside, 0.0)
     first = inside & (tl.load(tiles + 4 * index + 1, inside, 1) == 0)
     first &= tl.load(tiles + 4 * index + 2, inside, 1) == 0
@@ -140,16 +138,16 @@ def _amax_preview_kernel(
 
     # A weight of magnitude old_amax, and any weight that could overtake it, is above the threshold.
     COMPLETES: tl.constexpr = VARIANT.value_codec == "int8"
-    scalars_row = scalars + tl.load(rows + SCALARS, inside, 0) * SCALARS_WIDTH
-    decay = tl.load(scalars_row + LARGEST_DECAY, inside, 1.0)
+    of_group = scalars + field(table, tensors, "scalars") * SCALARS_WIDTH
+    decay = tl.load(of_group + scalar("largest_decay"))
     if COMPLETES:
-        largest_update = _largest_update(scalars_row, tl.load(tile_ratios + index, inside, 0.0))
+        largest_update = _largest_update(of_group, tl.load(tile_ratios + index, inside, 0.0))
         threshold = old_amax * COMPLETED_SLACK - tl.div_rn(2.0 * largest_update, decay)
         if not AGAIN:
-            stored_ptr = tl.load(rows + AMAX).to(tl.pointer_type(tl.float32))
+            stored_ptr = field(table, tensors, "amax").to(tl.pointer_type(tl.float32))
             tl.store(stored_amaxes + tensors, tl.load(stored_ptr), first)
     else:
-        largest_update = tl.load(scalars_row + LARGEST_UPDATE, inside, 0.0)
+        largest_update = tl.load(of_group + scalar("largest_update"))
         threshold = old_amax * SLACK - tl.div_rn(2.0 * largest_update, decay)
     # Negated, so that a comparison with NaN selects the tile.
     tile_amax = tl.load(tile_amaxes + index, inside, 0.0)
@@ -168,13 +166,13 @@ def _amax_preview_kernel(
         tensor, first_row, col = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         extent = tl.load(tile + 3)
         height, width = extent >> 16, extent & 0xFFFF
-        cols = size(table, tensor, COLS, 16)
+        cols = size(table, tensor, "cols", 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(table, tensor, VARIANT)
         amax = tl.zeros((BR, BC), tl.float32)
         stored_amax = 0.0
         if COMPLETES:
-            stored_amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
+            stored_amax = tl.load(pointer(table, tensor, "amax", tl.float32))
             storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
         across = tl.cdiv(width, BC)
         for part in range(tl.cdiv(height, BR) * across):
@@ -194,7 +192,7 @@ def _amax_preview_kernel(
                 # Widths are multiples of 16, so the mask allows vector accesses.
                 mask, master = tl.max_constancy(mask, (1, 16)), None
             updated = step_tile(
-                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, master
+                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, master=master
             )
             magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
             if mask is not None:
@@ -209,52 +207,37 @@ def _amax_preview_kernel(
 
 
 @triton.jit
-def previewed_amax(table, tensor, slots, amaxes, is_first):
-    """The amax that a tensor is quantized with; the program of its first tile stores it."""
-    amax = tl.load(amaxes + tl.load(slots + tensor))
-    if is_first:
-        amax_ptr = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
-        tl.store(amax_ptr.to(tl.pointer_type(tl.float32)), amax)
-    return amax
+def report_amax(
+    tile_amax, amax, ratio, slot, tile_amaxes, exceeding, tile_ratios, WRITE_DTYPE: tl.constexpr
+):
+    """Store what bounds this program's tile in the next preview; report what the last one missed.
 
-
-@triton.jit
-def report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, WRITE_DTYPE: tl.constexpr):
-    """Store the amax of this program's tile for the next preview; report one the last one missed.
-
-    tile_amax: of the values as they were quantized. amax: what they were quantized with.
+    tile_amax: of the values as they were quantized. amax: what they were quantized with. ratio: of
+    masters with remainders, the largest number of the tile from ``step_tile``; else None. slot:
+    pointer to that of the tensor.
     """
-    if tile_amax > amax:
-        # As integers, the bits of non-negative floats order like the floats.
-        bits = tile_amax.to(tl.int32, bitcast=True)
-        exceeding_ptr = exceeding + tl.load(slots + tensor)
-        tl.atomic_max(exceeding_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+    if ratio is None:
+        if tile_amax > amax:
+            # As integers, the bits of non-negative floats order like the floats.
+            bits = tile_amax.to(tl.int32, bitcast=True)
+            exceeding_ptr = (exceeding + tl.load(slot)).to(tl.pointer_type(tl.int32))
+            tl.atomic_max(exceeding_ptr, bits, sem="relaxed")
+    else:
+        # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight,
+        # or in a block with a small scale 2.4e-8 of the tensor's.
+        tile_amax = tile_amax * 1.0078125 + amax * 1e-7
+        # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m
+        # less half of those of v, and half the bias more, are a number of which the ratio is at
+        # most 2^0.0861 times as much. Rounding adds at most a code to m, 1/8 in L for E4M3, and
+        # takes at most a code from v, 1/16. Together this is less than 2^0.243. Inf and NaN in m
+        # give Inf.
+        bits = tl.minimum(ratio, 0x5FC00000) + 0x1FC00000
+        tl.store(tile_ratios + tl.program_id(0), bits.to(tl.float32, bitcast=True) * 1.185)
     if WRITE_DTYPE != tl.float32:
         # The master may exceed its rounded value by half a step of a 16-bit format. The factor
         # covers normal numbers, the term subnormal ones of FP16.
         tile_amax = tile_amax * 1.0078125 + 6e-8
     tl.store(tile_amaxes + tl.program_id(0), tile_amax)
-
-
-@triton.jit
-def report_completed(tile_amax, ratio, amax, tile_amaxes, tile_ratios, WRITE_DTYPE: tl.constexpr):
-    """Store what bounds this program's tile in the next preview.
-
-    tile_amax: of the masters as they were quantized, with ``amax``. ratio: the largest number of
-    the tile from ``step_tile``.
-    """
-    # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight, or
-    # in a block with a small scale 2.4e-8 of the tensor's. Rounding to 16 bits as in `report_amax`.
-    tile_amax = tile_amax * 1.0078125 + amax * 1e-7
-    if WRITE_DTYPE != tl.float32:
-        tile_amax = tile_amax * 1.0078125 + 6e-8
-    tl.store(tile_amaxes + tl.program_id(0), tile_amax)
-    # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m
-    # less half of those of v, and half the bias more, are a number of which the ratio is at most
-    # 2^0.0861 times as much. Rounding adds at most a code to m, 1/8 in L for E4M3, and takes at
-    # most a code from v, 1/16. Together this is less than 2^0.243. Inf and NaN in m give Inf.
-    bits = tl.minimum(ratio, 0x5FC00000) + 0x1FC00000
-    tl.store(tile_ratios + tl.program_id(0), bits.to(tl.float32, bitcast=True) * 1.185)
 
 
 @triton.jit
@@ -282,104 +265,35 @@ def _requantize_kernel(
                 first_row, first_col = tl.load(tiles + 4 * i + 1), tl.load(tiles + 4 * i + 2)
                 extent = tl.load(tiles + 4 * i + 3)
                 height, width = extent >> 16, extent & 0xFFFF
-                rows = size(table, tensor, ROWS, 16)
-                cols = size(table, tensor, COLS, 16)
+                rows = size(table, tensor, "rows", 16)
+                cols = size(table, tensor, "cols", 16)
                 if (first_row == 0) & (first_col == 0):
-                    address = tl.load(table + tensor.to(tl.int64) * WIDTH + AMAX)
-                    tl.store(address.to(tl.pointer_type(tl.float32)), amax)
+                    tl.store(pointer(table, tensor, "amax", tl.float32), amax)
                     tl.store(amaxes + slot, amax)
-                value_ptr, extra_ptr = master_pointers(table, tensor, VALUE_CODEC)
+                value_ptr = pointer(table, tensor, "value", dtype_of(VALUE_CODEC))
+                extra_ptr = pointer(table, tensor, "value_extra", tl.uint8)
                 storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
-                gemm_scales = gemm_scale_pointers(table, tensor)
                 for block in range(height // 16 * (width // BC)):
                     row = first_row + block // (width // BC) * 16
                     col = first_col + block % (width // BC) * BC
-                    block_start = tile_start(row, col, cols)
-                    value = load_master(
-                        value_ptr, extra_ptr, block_start, cols, None, VALUE_CODEC, 16, BC
+                    at = tile_start(row, col, cols)
+                    scale = load_scale(extra_ptr, at, cols, None, VALUE_CODEC, 16, BC)
+                    value = load_state(
+                        value_ptr, extra_ptr, at, cols, None, scale, VALUE_CODEC, 16, BC
                     )
                     x = round_through(value, WRITE_DTYPE)
                     part, _ = encode(x, None, None, amax, epsilon, F, False)
-                    store_tile(part, row, col, rows, cols, None, storage, gemm_scales, F, 16, BC)
+                    store_tile(part, row, col, rows, cols, None, storage, F, 16, BC)
 
 
-def candidates(
-    table: Tensor,
-    scalars: Tensor,
-    tiles: Tensor,
-    slots: Tensor,
-    tile_amaxes: Tensor,
-    old_amaxes: Tensor,
-) -> Tensor:
-    """The tiles that the first preview reads if all take part, bool [n_tiles]; not for masters with
-    remainders.
-    """
-    rows = scalars.view(-1, SCALARS_WIDTH.value)[table[:, SCALARS.value]]
-    reach = 2 * rows[:, LARGEST_UPDATE.value] / rows[:, LARGEST_DECAY.value]
-    threshold = old_amaxes[slots] * SLACK.value - reach
-    return ~(tile_amaxes < threshold[tiles[:, 0].long()])
-
-
-def preview_amax(
-    known: tuple, measured: tuple, variant: Variant, F: Format, epsilon: float, *, again: bool
-) -> Launch:
-    """The launch that computes amaxes (zero before); call with ``grad_scale, clip, found_inf``.
-
-    ``known``: table, scalars, tiles, slots, tile_amaxes, old_amaxes, amaxes and exceeding.
-    ``measured``: tile_ratios and stored_amaxes. ``again``: a second preview, after which the amaxes
-    are exact if the update bound holds.
-    """
-    n_tiles = len(known[2])
-    completes = variant.value_codec == "int8"
-    br, bc = COMPLETED_PART[has_scales(*variant.codecs)] if completes else PART
-    return Launch(
-        _amax_preview_kernel,
-        triton.cdiv(n_tiles, SCAN),
-        (*known, *measured, n_tiles, epsilon),
-        # Formats matter only where masters need codes; one compiled kernel serves all others.
-        dict(
-            VARIANT=variant, AGAIN=again, F=F if completes else None, SCAN=SCAN, BR=br, BC=bc
-        ),
-        num_warps=4,
-        maxnreg=max_registers(*variant.codecs),
-    )  # fmt: skip
-
-
-def requantize(
-    table: Tensor,
-    tiles: Tensor,
-    slots: Tensor,
-    amaxes: Tensor,
-    exceeding: Tensor,
-    variant: Variant,
-    F: Format,
-    epsilon: float,
-) -> Launch:
-    """The launch that rewrites the tensors whose slot in ``exceeding`` is not zero."""
-    n_tiles = len(tiles)
-    return Launch(
-        _requantize_kernel,
-        min(n_tiles, N_REQUANTIZE),
-        (table, tiles, slots, amaxes, exceeding, n_tiles, amaxes.shape[0], epsilon),
-        dict(
-            # Not the whole variant, so that one compiled kernel serves all formats of moments.
-            WRITE_DTYPE=variant.write_dtype,
-            VALUE_CODEC=variant.value_codec,
-            F=F,
-            BC=32 if has_scales(variant.value_codec) else 16,
-        ),
-        num_warps=1,
-    )
-
-
-class PreviewedLaunch(adam.StepLaunch):
+class PreviewedLaunch(StepLaunch):
     """A preview of the tiles that can hold the new amaxes, then one pass over the tensors.
 
     For shards the preview covers the rank's own rows and runs twice, so that no tile is missed. The
     pass then uses the largest amax of all ranks.
 
     Args:
-        known: table, scalars, tiles as :func:`preview_amax` takes them, and slots.
+        known: table, scalars, tiles and slots, as the preview takes them.
         variant: Of the step.
         F: The format.
         epsilon: The lower bound of amaxes.
@@ -407,56 +321,77 @@ class PreviewedLaunch(adam.StepLaunch):
             return torch.zeros(n, dtype=torch.float32, device=table.device)
 
         # With zeros the first preview looks at every tile, as nothing is known yet.
-        tile_amaxes, tile_ratios, stored_amaxes = map(zeros, (len(tiles), len(tiles), len(table)))
-        n_slots = int(slots.max()) + 1
-        amaxes = [zeros(n_slots), zeros(n_slots)]
+        measured = zeros(len(tiles)), zeros(len(table))
+        n_tiles, n_slots = len(tiles), int(slots.max()) + 1
+        self._tile_amaxes, self._amaxes = zeros(n_tiles), [zeros(n_slots), zeros(n_slots)]
         self.amaxes, self._exceeding = zeros(n_slots), zeros(n_slots)
-        self._is_shared = is_shared
+        self._known, self._is_shared = known, is_shared
+        completes = variant.value_codec == "int8"
         # Masters with remainders are no longer there after the pass.
-        self._rewrites = not (is_shared or variant.value_codec == "int8")
-        measured = tile_ratios, stored_amaxes
+        rewrites = not (is_shared or completes)
+        br, bc = COMPLETED_PART[has_scales(*variant.codecs)] if completes else PART
+
+        def look(old: Tensor, new: Tensor, again: bool) -> Launch:
+            given = *known, self._tile_amaxes, old, new, self._exceeding, *measured
+            # Formats matter only where masters need codes; one compiled kernel serves all others.
+            constexprs = dict(
+                VARIANT=variant, AGAIN=again, F=F if completes else None, SCAN=SCAN, BR=br, BC=bc
+            )
+            return Launch(
+                _amax_preview_kernel, triton.cdiv(n_tiles, SCAN), (*given, n_tiles, epsilon),
+                constexprs, maxnreg=max_registers(*variant.codecs),
+            )  # fmt: skip
+
+        def rewrite(new: Tensor) -> Launch:
+            given = table, tiles, slots, new, self._exceeding, n_tiles, n_slots, epsilon
+            # Not the whole variant, so that one compiled kernel serves all formats of moments.
+            constexprs = dict(WRITE_DTYPE=variant.write_dtype, VALUE_CODEC=variant.value_codec, F=F)
+            constexprs["BC"] = 32 if has_scales(variant.value_codec) else 16
+            n = min(n_tiles, N_REQUANTIZE)
+            return Launch(_requantize_kernel, n, given, constexprs, num_warps=1)
+
         # Double buffer: the amaxes of one step are the old amaxes of the next.
         self._turns = []
-        for old, new in (amaxes, amaxes[::-1]):
-            looks = [
-                preview_amax(
-                    (*known, tile_amaxes, old, new, self._exceeding), measured, variant, F, epsilon,
-                    again=again,
-                )
-                for again in ((False,) if self._rewrites else (False, True))
-            ]  # fmt: skip
+        for old, new in (self._amaxes, self._amaxes[::-1]):
+            looks = [look(old, new, again) for again in ((False,) if rewrites else (False, True))]
             used = self.amaxes if is_shared else new
-            steps = passes(slots, used, old, tile_amaxes, self._exceeding, *measured)
-            rewrite = requantize(table, tiles, slots, new, self._exceeding, variant, F, epsilon)
-            self._turns.append((old, new, looks, steps, rewrite))
-        self._known = *known, tile_amaxes
+            steps = passes(slots, used, old, self._tile_amaxes, self._exceeding, *measured)
+            self._turns.append((looks, steps, [rewrite(new)] if rewrites else []))
 
     def compile(self, *signals: Tensor) -> None:
-        _, _, looks, steps, rewrite = self._turns[0]
+        looks, steps, rewrites = self._turns[0]
         for launch in (*looks, *steps):
             launch.compile(*signals)
-        if self._rewrites:
-            rewrite.compile()
+        for launch in rewrites:
+            launch.compile()
 
     def candidates(self) -> Tensor:
-        """The tiles that the next preview will read, bool [n_tiles]; for diagnosis."""
-        return candidates(*self._known, self._turns[0][0])
+        """The tiles that the next preview will read if all take part, bool [n_tiles].
+
+        For diagnosis; not for masters with remainders.
+        """
+        table, scalars, tiles, slots = self._known
+        rows = scalars.view(-1, len(SCALAR_COLUMNS))[table[:, COLUMNS["scalars"]]]
+        update, decay = (rows[:, SCALAR_COLUMNS.index(f"largest_{n}")] for n in ("update", "decay"))
+        threshold = self._amaxes[0][slots] * SLACK.value - 2 * update / decay
+        return ~(self._tile_amaxes < threshold[tiles[:, 0].long()])
 
     def _look(self, *signals: Tensor) -> None:
-        for launch in self._turns[0][2]:
+        for launch in self._turns[0][0]:
             launch(*signals)
 
     def prepare(self, *signals: Tensor) -> None:
         if self._is_shared:
             self._look(*signals)
-            self.amaxes.copy_(self._turns[0][1])
+            self.amaxes.copy_(self._amaxes[1])
 
     def __call__(self, *signals: Tensor) -> None:
         if not self._is_shared:
             self._look(*signals)
-        _, _, _, steps, rewrite = self._turns[0]
+        _, steps, rewrites = self._turns[0]
         for launch in steps:
             launch(*signals)
-        if self._rewrites:
-            rewrite()
-        self._turns.reverse()
+        for launch in rewrites:
+            launch()
+        for turn in (self._turns, self._amaxes):
+            turn.reverse()

@@ -18,28 +18,17 @@ from fp4adam.kernels.format import (
     amax_of_blocks,
     decode_factor,
     encode,
-    form_of,
     format_of,
     in_blocks,
     per_element,
     scale_of_amax,
 )
 from fp4adam.kernels.launch.launch import Launch, on_its_device
-from fp4adam.kernels.launch.schema import CAST
 from fp4adam.kernels.launch.tensor_table import (
-    AMAX,
-    COLS,
-    COLUMNWISE_DATA,
-    COLUMNWISE_SCALE,
-    ROWS,
-    ROWWISE_DATA,
-    ROWWISE_SCALE,
     TRITON_DTYPES,
-    VALUE,
-    WIDTH,
+    Form,
     Storage,
-    Tile,
-    divisor_tile,
+    field,
     load_tile,
     pointer,
     size,
@@ -48,17 +37,9 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.store import edge_mask, store_codes, store_tile
-from fp4adam.kernels.tiles.bfloat16 import round_through, round_to, to_float32
-
-# Addresses of values and codes are extrapolated to the first element of the matrix.
-START = tl.constexpr(CAST.index("start"))
-STOP = tl.constexpr(CAST.index("stop"))
-TENSOR_AMAX = tl.constexpr(CAST.index("tensor_amax"))
-ROWWISE_AMAX = tl.constexpr(CAST.index("rowwise_amax"))
-COLUMNWISE_AMAX = tl.constexpr(CAST.index("columnwise_amax"))
+from fp4adam.kernels.tiles.codes import round_through, round_to, to_float32
 
 AMAX_TILE = 4096
-MASKED_REGISTERS = 255
 # Block scales that one program writes.
 SCALES = 1024
 
@@ -109,14 +90,16 @@ def _quantize_kernel(
     FAKES: tl.constexpr = out_ptr is not None
     part, value = encode(to_float32(x), None, None, amax, epsilon, F, FAKES, False)
     if FAKES:
-        FORM: tl.constexpr = form_of(F.scale, F.square)
+        FORM: tl.constexpr = F.form
         factor, _ = decode_factor(part.row_scale, amax, epsilon, F)
         value = in_blocks(value, F.block, FORM) * per_element(factor, FORM)
         value = round_to(tl.reshape(value, (BR, BC)), out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs, value, mask)
     else:
-        storage = Storage(rowwise_data, rowwise_scale, columnwise_data, columnwise_scale)
-        store_tile(part, row, col, rows, cols, mask, storage, None, F, BR, BC)
+        storage = Storage(
+            rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, None, None
+        )
+        store_tile(part, row, col, rows, cols, mask, storage, F, BR, BC)
 
 
 def _launch_quantize(
@@ -137,14 +120,20 @@ def _launch_quantize(
     )  # fmt: skip
 
 
+def _largest_divisor(n: int, most: int, least: int) -> int:
+    """The largest power of two within the bounds that divides ``n``."""
+    while most > least and n % most:
+        most //= 2
+    return most
+
+
 @on_its_device
 def quantize(x: Tensor, out: Any, layout: Any) -> None:
     """Quantize the contiguous matrix ``x`` into a ``Storage`` whose amax is known."""
     F = _format(layout, x.dtype)
     masked = F.block == 128  # may be cut at edges
-    # Else the largest tile that divides the matrix.
     least, most = max(F.block, 16), 32 if F.block == 32 else 64
-    tile = divisor_tile(x.shape[0], most, least), divisor_tile(x.shape[1], 64, least)
+    tile = _largest_divisor(x.shape[0], most, least), _largest_divisor(x.shape[1], 64, least)
     square = out.block_scale_inv
     scale = out.rowwise_scale_inv if square is None else square
     storage = out.rowwise_data, scale, out.columnwise_data, out.columnwise_scale_inv
@@ -172,22 +161,6 @@ def _format(layout: Any, dtype: torch.dtype) -> Format:
 
 
 @triton.jit
-def _load(table, tensor, COLUMN: tl.constexpr):
-    """An int64 entry of the table."""
-    return tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
-
-
-@triton.jit
-def _pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer from the table, with the alignment hint only if ALIGNED."""
-    if ALIGNED:
-        ptr = pointer(table, tensor, COLUMN, DTYPE)
-    else:
-        ptr = _load(table, tensor, COLUMN).to(tl.pointer_type(DTYPE))
-    return ptr
-
-
-@triton.jit
 def _span_mask(
     table, tensor, row, col, cols, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
@@ -196,76 +169,85 @@ def _span_mask(
         mask = None
     else:
         index = tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
-        mask = (index >= _load(table, tensor, START)) & (index < _load(table, tensor, STOP))
+        mask = (index >= field(table, tensor, "start")) & (index < field(table, tensor, "stop"))
         mask = mask & (col + tl.arange(0, BC) < cols)[None, :]
     return mask
 
 
 @triton.jit
-def _load_value(
-    ptr, row, col, cols, mask, WRITE_DTYPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
-    """Load a float32 tile [BR, BC], rounded to WRITE_DTYPE; zeros outside of the span."""
-    ptr += tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
-    x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
-    return round_through(to_float32(x), WRITE_DTYPE)
-
-
-@triton.jit
-def _amax_pointers(
-    table, tensor, row, col, cols, FORM: tl.constexpr, F: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
+def _amax_grid(
+    grid, row, col, cols, FORM: tl.constexpr, F: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the amaxes of a tile's blocks, one per block, and which of them exist."""
-    COLUMN: tl.constexpr = COLUMNWISE_AMAX if FORM == "column" else ROWWISE_AMAX
     HEIGHT: tl.constexpr = 1 if FORM == "row" else F.block
     WIDE: tl.constexpr = 1 if FORM == "column" else F.block
     R: tl.constexpr = (BR + HEIGHT - 1) // HEIGHT
     width = tl.cdiv(cols, WIDE)
-    grid = _load(table, tensor, COLUMN).to(tl.pointer_type(tl.float32))
     grid += tile_start(row // HEIGHT, col // WIDE, width)
     inside = (col // WIDE + tl.arange(0, BC // WIDE) < width)[None, :]
     return grid + tile_offsets(width, R, BC // WIDE), inside & (tl.zeros((R, 1), tl.int32) == 0)
 
 
 @triton.jit
-def _span_amax_kernel(
-    table, tiles, VALUE_DTYPE: tl.constexpr, WRITE_DTYPE: tl.constexpr, F: tl.constexpr,
-    WHOLE: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    STAGES: tl.constexpr,
+def _span_kernel(
+    table, tiles, epsilon, MEASURES: tl.constexpr, VALUE_DTYPE: tl.constexpr,
+    WRITE_DTYPE: tl.constexpr, F: tl.constexpr, WHOLE: tl.constexpr, TR: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of a span in one tile: of blocks, and of the tensor if scales need it.
+    """The amaxes of a span in one tile (MEASURES), of blocks and of the tensor if scales need it;
+    or its codes, by known amaxes, which preserve what the span does not have.
 
-    Grid: (n_tiles,). Tile: PARTS times [BR, BC] down the rows, one row of blocks. table: int64
-    [n_tensors, 19]. tiles: int32 [n_tiles, 4]. WHOLE: the span contains the whole tile, so there
-    are no masks. Reads the span (2 or 4 bytes per element), writes 4 bytes per block.
+    Grid: (n_tiles,). Tile: [TR, BC], one row of blocks, in parts of BR rows. table: int64
+    [n_tensors, 20]. tiles: int32 [n_tiles, 4]. WHOLE: the span contains the whole tile, so there
+    are no masks. Reads the span (2 or 4 bytes per element), and reads or writes 4 bytes per block;
+    writes half a byte or one per element and direction.
     """
+    ALIGNMENT: tl.constexpr = 16 if WHOLE else 1
+    FORM: tl.constexpr = F.form
+    ROWWISE: tl.constexpr = F.scale != "" and F.rowwise
+    COLUMNWISE: tl.constexpr = F.columnwise and not F.square
     tensor, first_row, col = load_tile(tiles, 16)
-    cols = size(table, tensor, COLS, 16 if WHOLE else 1)
-    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
-    largest = tl.zeros((BR, BC), tl.float32)
-    for i in tl.range(0, PARTS, num_stages=STAGES):
+    cols = size(table, tensor, "cols", ALIGNMENT)
+    values = pointer(table, tensor, "value", VALUE_DTYPE, ALIGNMENT)
+    tensor_amax = pointer(table, tensor, "tensor_amax" if MEASURES else "amax", tl.float32, 4)
+    row_amax, column_amax, amax = None, None, 0.0
+    if ROWWISE:
+        grid = pointer(table, tensor, "rowwise_amax", tl.float32, 4)
+        grid, inside = _amax_grid(grid, first_row, col, cols, FORM, F, BR, BC)
+        if not MEASURES:
+            row_amax = tl.load(grid, inside, 0.0)
+    if COLUMNWISE:
+        grid_t = pointer(table, tensor, "columnwise_amax", tl.float32, 4)
+        grid_t, inside_t = _amax_grid(grid_t, first_row, col, cols, "column", F, BR, BC)
+        if not MEASURES:
+            column_amax = tl.load(grid_t, inside_t, 0.0)
+    if MEASURES:
+        largest = tl.zeros((BR, BC), tl.float32)
+    else:
+        if F.tensor_amax != "":
+            amax = tl.load(tensor_amax)
+        CODES: tl.constexpr = tl.uint32 if WHOLE else tl.uint8
+        storage = storage_pointers(table, tensor, CODES, tl.uint8, ALIGNMENT)
+    for i in tl.range(0, TR // BR, num_stages=STAGES):
         row = first_row + i * BR
         mask = _span_mask(table, tensor, row, col, cols, WHOLE, BR, BC)
-        x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, BC)
-        if F.code != "e4m3":
-            largest = tl.abs(x)  # one part; NaN stays
+        ptr = values + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
+        x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
+        x = round_through(to_float32(x), WRITE_DTYPE)
+        if not MEASURES:
+            part, _ = encode(x, row_amax, column_amax, amax, epsilon, F, False, WHOLE)
+            store_codes(part, row, col, 0, cols, mask, storage, F, BR, BC)
+        elif TR == BR:
+            largest = tl.abs(x)  # NaN stays
         else:
             largest = tl.maximum(largest, tl.abs(x))
-    FORM: tl.constexpr = form_of(F.scale, F.square)
-    if F.scale != "" and F.rowwise:
-        amax = amax_of_blocks(in_blocks(largest, F.block, FORM), F, FORM)
-        grid, inside = _amax_pointers(table, tensor, first_row, col, cols, FORM, F, BR, BC)
-        tl.store(grid, amax, inside)
-    if F.columnwise and not F.square:
-        amax = amax_of_blocks(in_blocks(largest, F.block, "column"), F, "column")
-        grid, inside = _amax_pointers(table, tensor, first_row, col, cols, "column", F, BR, BC)
-        tl.store(grid, amax, inside)
-    if F.tensor_amax != "":
-        _raise(
-            _load(table, tensor, TENSOR_AMAX).to(tl.pointer_type(tl.float32)),
-            tl.max(tl.max(largest, 1), 0),
-        )
+    if MEASURES and ROWWISE:
+        tl.store(grid, amax_of_blocks(in_blocks(largest, F.block, FORM), F, FORM), inside)
+    if MEASURES and COLUMNWISE:
+        blocks = in_blocks(largest, F.block, "column")
+        tl.store(grid_t, amax_of_blocks(blocks, F, "column"), inside_t)
+    if MEASURES and F.tensor_amax != "":
+        _raise(tensor_amax, tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
@@ -274,7 +256,7 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
 
     Also the amaxes of tensors, where scales need them.
 
-    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 19]. chunks: int32
+    Grid: (n_chunks,). Tile: CHUNK blocks. table: int64 [n_tensors, 20]. chunks: int32
     [n_chunks, 4], (tensor, first block, 1 for columnwise blocks, 0). Reads 4 bytes per block,
     writes 1 or 4.
     """
@@ -283,13 +265,13 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
     columnwise = tl.load(chunk + 2) == 1
     amax = 0.0
     if F.tensor_amax != "":
-        amax = tl.load(_load(table, tensor, TENSOR_AMAX).to(tl.pointer_type(tl.float32)))
+        amax = tl.load(pointer(table, tensor, "tensor_amax", tl.float32, 4))
         if first == 0:
-            tl.store(_load(table, tensor, AMAX).to(tl.pointer_type(tl.float32)), amax)
+            tl.store(pointer(table, tensor, "amax", tl.float32, 4), amax)
     if F.scale != "":
-        rows, cols = _load(table, tensor, ROWS), _load(table, tensor, COLS)
+        rows, cols = field(table, tensor, "rows"), field(table, tensor, "cols")
         block = first.to(tl.int64) + tl.arange(0, CHUNK)
-        grid, out = _load(table, tensor, ROWWISE_AMAX), _load(table, tensor, ROWWISE_SCALE)
+        grid, out = field(table, tensor, "rowwise_amax"), field(table, tensor, "rowwise_scale")
         if F.square:
             width = tl.cdiv(cols, F.block)
             numel = tl.cdiv(rows, F.block) * width
@@ -297,8 +279,8 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
         else:
             width = tl.where(columnwise, cols, cols // F.block)
             numel = rows // F.block * cols  # in either direction
-            grid = tl.where(columnwise, _load(table, tensor, COLUMNWISE_AMAX), grid)
-            out = tl.where(columnwise, _load(table, tensor, COLUMNWISE_SCALE), out)
+            grid = tl.where(columnwise, field(table, tensor, "columnwise_amax"), grid)
+            out = tl.where(columnwise, field(table, tensor, "columnwise_scale"), out)
             padded = tl.where(columnwise, (width + 127) // 128 * 128, (width + 3) // 4 * 4)
             at = block // width * padded + block % width
         inside = block < numel
@@ -307,61 +289,19 @@ def _scales_kernel(table, chunks, epsilon, F: tl.constexpr, CHUNK: tl.constexpr)
         tl.store(out.to(tl.pointer_type(scale.dtype)) + at, scale, inside)
 
 
-@triton.jit
-def _span_codes_kernel(
-    table, tiles, epsilon, VALUE_DTYPE: tl.constexpr, WRITE_DTYPE: tl.constexpr, F: tl.constexpr,
-    WHOLE: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The codes of a span in one tile, by known amaxes; preserves what the span does not have.
+def span_forms(layout: Any) -> tuple[Form, Form]:
+    """The forms of unmasked and of masked tiles of spans; masks need registers.
 
-    Grid, tile and tables as for the amaxes. Reads the span (2 or 4 bytes per element) and amaxes,
-    writes half a byte or one per element and direction.
+    Without a limit, ptxas saves registers for masked tiles and spills.
     """
-    tensor, first_row, col = load_tile(tiles, 16)
-    cols = size(table, tensor, COLS, 16 if WHOLE else 1)
-    ptr = _pointer(table, tensor, VALUE, VALUE_DTYPE, WHOLE)
-    amax = 0.0
-    if F.tensor_amax != "":
-        amax = tl.load(_load(table, tensor, AMAX).to(tl.pointer_type(tl.float32)))
-    if WHOLE:
-        storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
-    else:
-        storage = Storage(
-            _pointer(table, tensor, ROWWISE_DATA, tl.uint8, False),
-            None,
-            _pointer(table, tensor, COLUMNWISE_DATA, tl.uint8, False),
-            None,
-        )
-    FORM: tl.constexpr = form_of(F.scale, F.square)
-    row_amax, column_amax = None, None
-    if F.scale != "" and F.rowwise:
-        grid, inside = _amax_pointers(table, tensor, first_row, col, cols, FORM, F, BR, BC)
-        row_amax = tl.load(grid, inside, 0.0)
-    if F.columnwise and not F.square:
-        grid, inside = _amax_pointers(table, tensor, first_row, col, cols, "column", F, BR, BC)
-        column_amax = tl.load(grid, inside, 0.0)
-    for i in tl.range(0, PARTS, num_stages=STAGES):
-        row = first_row + i * BR
-        mask = _span_mask(table, tensor, row, col, cols, WHOLE, BR, BC)
-        x = _load_value(ptr, row, col, cols, mask, WRITE_DTYPE, BR, BC)
-        part, _ = encode(x, row_amax, column_amax, amax, epsilon, F, False, WHOLE)
-        store_codes(part, row, col, 0, cols, mask, storage, F, BR, BC)
-
-
-def span_tile(layout: Any) -> tuple[int, int]:
-    """Rows and columns of the tiles of spans."""
-    tile, _ = _tiles_of(layout)
-    return tile.rows * tile.loop, tile.cols
-
-
-def _tiles_of(layout: Any) -> tuple[Tile, Tile]:
-    """Unmasked and masked tiles, processed in parts of ``rows`` rows; masks need registers."""
     if layout.block == 16:
-        return (Tile(16, 128, 1, 4, 1),) * 2
-    if layout.block == 32:
-        return (Tile(32, 64, 1, 4, 1),) * 2
-    return Tile(16, 128, 8, 4, 3), Tile(8, 128, 16, 4, 1)
+        form = Form(16, 128, 16, 128, 4, 1, None)
+    elif layout.block == 32:
+        form = Form(32, 64, 32, 64, 4, 1, None)
+    else:
+        masked = Form(128, 128, 8, 128, 4, 1, 255)
+        return Form(128, 128, 16, 128, 4, 3, None), masked
+    return form, form._replace(registers=255)
 
 
 def span_format(layout: Any, write_dtype: torch.dtype) -> Format:
@@ -370,30 +310,37 @@ def span_format(layout: Any, write_dtype: torch.dtype) -> Format:
     return F._replace(columnwise=F.columnwise and not F.square)
 
 
-def measure_spans(
+def write_spans(
     table: Tensor,
     tiles: Sequence[Tensor],
     layout: Any,
     value_dtype: torch.dtype,
     write_dtype: torch.dtype,
+    *,
+    measures: bool,
 ) -> list[Launch]:
-    """The launches that write the amaxes of all blocks in the given tiles.
+    """The launches that write the amaxes of all blocks in the given tiles; else codes, by amaxes.
 
-    ``tiles``: the list of unmasked tiles and the list of masked tiles. Tensor amaxes must be zero
-    before.
+    ``tiles``: the list of unmasked tiles and the list of masked tiles. ``measures``: amaxes, of
+    which those of tensors must be zero before.
     """
-    return _span_launches(_span_amax_kernel, (table,), tiles, layout, value_dtype, write_dtype)
-
-
-def write_codes(
-    table: Tensor,
-    tiles: Sequence[Tensor],
-    layout: Any,
-    value_dtype: torch.dtype,
-    write_dtype: torch.dtype,
-) -> list[Launch]:
-    """The launches that write the codes of spans, using amaxes; arguments as before."""
-    return _span_launches(_span_codes_kernel, (table,), tiles, layout, value_dtype, write_dtype)
+    launches = []
+    for listed, form, whole in zip(tiles, span_forms(layout), (True, False), strict=True):
+        constexprs = dict(
+            MEASURES=measures,
+            VALUE_DTYPE=TRITON_DTYPES[value_dtype],
+            WRITE_DTYPE=TRITON_DTYPES[write_dtype],
+            F=span_format(layout, write_dtype),
+            WHOLE=whole,
+            TR=form.rows,
+            BR=form.part_rows,
+            BC=form.cols,
+            STAGES=form.num_stages,
+        )
+        given = table, listed, layout.scale_rule.amax_epsilon
+        options = dict(num_warps=form.num_warps, maxnreg=form.registers)
+        launches.append(Launch(_span_kernel, len(listed), given, constexprs, **options))
+    return launches
 
 
 def write_scales(table: Tensor, chunks: Tensor, layout: Any, write_dtype: torch.dtype) -> Launch:
@@ -401,37 +348,6 @@ def write_scales(table: Tensor, chunks: Tensor, layout: Any, write_dtype: torch.
 
     ``chunks``: of SCALES blocks each.
     """
-    epsilon = layout.scale_rule.amax_epsilon
     constexprs = dict(F=span_format(layout, write_dtype), CHUNK=SCALES)
-    return Launch(_scales_kernel, len(chunks), (table, chunks, epsilon), constexprs)
-
-
-def _span_launches(
-    kernel: Any,
-    fixed: tuple,
-    tiles: Sequence[Tensor],
-    layout: Any,
-    value_dtype: torch.dtype,
-    write_dtype: torch.dtype,
-) -> list[Launch]:
-    launches = []
-    for listed, tile, whole in zip(tiles, _tiles_of(layout), (True, False), strict=True):
-        if not len(listed):
-            continue
-        constexprs = dict(
-            VALUE_DTYPE=TRITON_DTYPES[value_dtype],
-            WRITE_DTYPE=TRITON_DTYPES[write_dtype],
-            F=span_format(layout, write_dtype),
-            WHOLE=whole,
-            PARTS=tile.loop,
-            BR=tile.rows,
-            BC=tile.cols,
-            STAGES=tile.num_stages,
-        )
-        given = (*fixed, listed)
-        if kernel is _span_codes_kernel:
-            given += (layout.scale_rule.amax_epsilon,)
-        # Without a limit, ptxas saves registers for masked tiles and spills.
-        options = dict(num_warps=tile.num_warps, maxnreg=None if whole else MASKED_REGISTERS)
-        launches.append(Launch(kernel, len(listed), given, constexprs, **options))
-    return launches
+    given = table, chunks, layout.scale_rule.amax_epsilon
+    return Launch(_scales_kernel, len(chunks), given, constexprs)

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4adam.kernels.format import bits_of, code_values, decode_factor, format_of
+from fp4adam.kernels.format import code_values, decode_factor, format_of
 from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
-from fp4adam.kernels.tiles.bfloat16 import round_to
+from fp4adam.kernels.tiles.codes import round_to
 
 # Groups of eight codes per program: two per thread.
 GROUPS = 256
@@ -49,7 +49,7 @@ def _dequantize_kernel(
         offs = row.to(tl.int64)[:, None] * cols + (8 * i)[:, None] + lane
         mask = inside[:, None] & ((8 * i)[:, None] + lane < cols)
     start = part * data_gap
-    if bits_of(F.code) == 8:
+    if F.bits == 8:
         code = tl.load(data_ptr + start[:, None] + offs, mask, 0)
     elif PLAIN:
         words = tl.load((data_ptr + start).to(tl.pointer_type(tl.uint32)) + group, inside, 0)

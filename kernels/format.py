@@ -13,22 +13,23 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_round, e2m1_value
-from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value, e4m3_word_values, e4m3_words
-from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
-from fp4adam.kernels.tiles.layout import state_offsets
-from fp4adam.kernels.tiles.remainder import (
-    FP32_MAX,
-    complete,
-    load_remainder,
-    split_off,
-    unit_of_one,
+from fp4adam.kernels.tiles.codes import (
+    capability,
+    e2m1_code,
+    e2m1_round,
+    e2m1_value,
+    e4m3_code,
+    e4m3_value,
+    e4m3_word_values,
+    e4m3_words,
+    e8m0_code_up,
+    e8m0_reciprocal,
+    e8m0_value,
+    pack_words,
 )
-from fp4adam.kernels.tiles.target import is_compiled
-from fp4adam.kernels.tiles.words import pack_words
 
 CODE_BITS = {"e2m1": 4, "e4m3": 8}
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 class Format(NamedTuple):
@@ -40,6 +41,8 @@ class Format(NamedTuple):
         code: The number format of codes, "e2m1" or "e4m3".
         scale: That of block scales, "e4m3", "e8m0" or "float32"; "" if only tensors have one.
         block: Side of a square block, or length of one along a row or column.
+        bits: Of a code.
+        form: The form of the blocks of rowwise codes, for :func:`in_blocks`.
         rowwise: Whether to write codes with blocks along rows.
         columnwise: Whether to write codes with blocks along columns.
         square: Whether one scale per square block serves both directions.
@@ -49,9 +52,9 @@ class Format(NamedTuple):
         tensor_amax: Where the amax of the tensor is: "preview" (in the slots of a preview, which
             gets reports), "stored", "history" (stored, and the next one is raised), "" if no scale
             needs it.
-        given: Whether the amaxes of blocks are read from grids in memory; else they are measured.
         rounding: What is added to the bits of an amax before its power of two is taken, for E8M0
             scales of E2M1 codes.
+        caps: Whether the largest code, 6, stands for magnitudes up to 8.
         pow_2: Whether float32 scales are rounded down to powers of two.
         largest: The float32 scale to use where 448 / amax overflows.
     """
@@ -59,14 +62,16 @@ class Format(NamedTuple):
     code: str
     scale: str
     block: int
+    bits: int
+    form: str
     rowwise: bool
     columnwise: bool
     square: bool
     transposes: bool
     swizzled: bool = False
     tensor_amax: str = ""
-    given: bool = False
     rounding: int = 0
+    caps: bool = False
     pow_2: bool = False
     largest: float = FP32_MAX.value
 
@@ -82,18 +87,6 @@ class Part(NamedTuple):
     row_scale: Any
     columns: Any
     column_scale: Any
-
-
-@triton.constexpr_function
-def bits_of(code):
-    """Bits of a code."""
-    return CODE_BITS[code]
-
-
-@triton.constexpr_function
-def form_of(scale, square):
-    """The form of the blocks of rowwise codes."""
-    return "tensor" if scale == "" else "square" if square else "row"
 
 
 @triton.jit
@@ -136,11 +129,11 @@ def _larger(x, y):
 def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
     """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
     if not KEEPS_NAN:
-        if not is_compiled():
+        if capability() == 0:
             x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
         amax = tl.max(tl.abs(x), AXIS)
         amax = tl.where(amax == amax, amax, 0.0)
-    elif is_compiled():
+    elif capability() > 0:
         amax = tl.reduce(tl.abs(x), AXIS, _larger)
     else:
         # As integers NaN is the largest; the interpreter reduces by a function element by element.
@@ -158,10 +151,8 @@ def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     KEEPS: tl.constexpr = F.code != "e4m3"
     if FORM == "square":
         amax = _amax(_amax(blocks, 3, KEEPS), 1, KEEPS)
-    elif FORM == "row":
-        amax = _amax(blocks, 2, KEEPS)
     else:
-        amax = _amax(blocks, 1, KEEPS)
+        amax = _amax(blocks, 2 if FORM == "row" else 1, KEEPS)
     return amax
 
 
@@ -210,7 +201,7 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
         encode = tl.div_rn(2688.0, tensor_amax)
         encode = tl.where((tensor_amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
         decode = tl.div_rn(1.0, encode)
-        scale = e4m3_code(amax * (encode * 0.16666666666666666), HARDWARE=False)
+        scale = e4m3_code(amax * (encode * 0.16666666666666666))
         factor = tl.div_rn(1.0, e4m3_value(scale) * decode)
         factor = tl.where(factor > FP32_MAX, FP32_MAX, factor)  # NaN stays
     elif F.scale == "e8m0":
@@ -253,10 +244,10 @@ def decode_factor(scale, tensor_amax, epsilon, F: tl.constexpr):
 
 
 @triton.jit
-def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, HARDWARE: tl.constexpr):
+def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr):
     """Words of the codes nearest to a float32 tile [R, C], and their values if VALUES.
 
-    HARDWARE: as for :func:`e4m3_words`.
+    WHOLE: as for :func:`e4m3_words`.
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
@@ -269,7 +260,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, HARDWARE: tl.constex
         words = pack_words(code, 4, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
-        words = e4m3_words(x, R, C, HARDWARE)
+        words = e4m3_words(x, R, C, WHOLE)
         if VALUES:
             value = e4m3_word_values(words, R, C)
     return words, value
@@ -289,23 +280,21 @@ def code_values(code, CODE: tl.constexpr):
 @triton.jit
 def encode_blocks(
     x, amax, tensor_amax, epsilon, F: tl.constexpr, FORM: tl.constexpr, VALUES: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Encode a float32 part [BR, BC] in blocks of one form.
 
     amax: of the blocks; None to measure them. VALUES: whether the values of codes are wanted.
-    HARDWARE: as for :func:`e4m3_words`. Returns words of codes, uint32 [BR, BC * bits / 32]; scales
-    by :func:`scale_of_amax`; and the values of codes, [BR, BC].
+    WHOLE: as for :func:`e4m3_words`. Returns words of codes, uint32 [BR, BC * bits / 32]; scales by
+    :func:`scale_of_amax`; and the values of codes, [BR, BC].
     """
-    BR: tl.constexpr = x.shape[0]
-    BC: tl.constexpr = x.shape[1]
     blocks = in_blocks(x, F.block, FORM)
     if amax is None and FORM != "tensor":
         amax = amax_of_blocks(blocks, F, FORM)
     scale, factor = scale_of_amax(amax, tensor_amax, epsilon, F)
-    scaled = tl.reshape(blocks * per_element(factor, FORM), (BR, BC))
+    scaled = tl.reshape(blocks * per_element(factor, FORM), (x.shape[0], x.shape[1]))
     CODE: tl.constexpr = F.code  # Triton 3.6 takes no plain strings as arguments
-    words, value = code_words(scaled, CODE, VALUES, HARDWARE)
+    words, value = code_words(scaled, CODE, VALUES, WHOLE)
     return words, scale, value
 
 
@@ -319,7 +308,7 @@ def encode(
     row_amax, column_amax: of blocks in either direction; None to measure them. VALUES: whether the
     values of rowwise codes are wanted. WORDS: whether words are stored as they are, not as bytes.
     """
-    FORM: tl.constexpr = form_of(F.scale, F.square)
+    FORM: tl.constexpr = F.form
     ONCE: tl.constexpr = WORDS and not (F.square and F.columnwise and F.transposes)
     none = tl.zeros((1, 1), tl.uint32)
     rows, row_scale, columns, column_scale = none, none.to(tl.uint8), none, none.to(tl.uint8)
@@ -335,110 +324,100 @@ def encode(
     return Part(rows, row_scale, columns, column_scale), value
 
 
-@triton.jit
-def split_off_part(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexpr):
-    """The int8 remainders [BR, BC] of float32 masters.
+# int8 remainders are what codes lack of a master, in units of the codes: the arithmetic of
+# ``fp4adam.optim.remainder``, which describes it, bit for bit.
 
-    value, scale: of their codes, by :func:`encode`. dither: uint32 [BR, BC].
+# The bits of the smallest power of two of a code, and the units per power of two, by bits of codes.
+_LEAST_E2M1, _PER_E2M1 = tl.constexpr(0x3F800000), tl.constexpr(478)
+_LEAST_E4M3, _PER_E4M3 = tl.constexpr(0x3C800000), tl.constexpr(1912)
+# 2^23 + 128 more than four int8 numbers: each plus 128 in the lowest byte of 2^23.
+_FOUR_FLOATS = tl.constexpr(
+    "{ .reg .b32 x; xor.b32 x, $4, 0x80808080;"
+    " prmt.b32 $0, x, 0x4B000000, 0x7440;"
+    " prmt.b32 $1, x, 0x4B000000, 0x7441;"
+    " prmt.b32 $2, x, 0x4B000000, 0x7442;"
+    " prmt.b32 $3, x, 0x4B000000, 0x7443; }"
+)
+# Byte 2 of four numbers, less 128.
+_FOUR_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0062; prmt.b32 high, $3, $4, 0x0062;"
+    " prmt.b32 low, low, high, 0x5410; xor.b32 $0, low, 0x80808080; }"
+)
+
+
+@triton.jit
+def code_power(value, F: tl.constexpr):
+    """The bits, int32, of the powers of two of codes with these float32 values."""
+    LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
+    power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+    if F.caps:
+        power = tl.where(tl.abs(value) == 6.0, 0x41000000, power)
+    return power
+
+
+@triton.jit
+def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexpr):
+    """The int8 remainders [BR, BC] of float32 masters, rounded with uint32 dither [BR, BC].
+
+    value, scale: of their codes, by :func:`encode`.
     """
-    BR: tl.constexpr = master.shape[0]
-    BC: tl.constexpr = master.shape[1]
-    FORM: tl.constexpr = form_of(F.scale, F.square)
-    BITS: tl.constexpr = bits_of(F.code)
+    FORM: tl.constexpr = F.form
+    PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
+    # One over the unit of codes with the power of two 1.
     if F.scale == "e8m0":
-        # The inverse of the unit is a power of two times that of 1, so nothing has to be divided.
-        _, inverse = unit_of_one(1.0, BITS)
+        # A power of two times that of scale 1, so nothing has to be divided.
+        inverse = tl.div_rn(1.0, 1.0 * (1.0 / PER_POWER))
         inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX)
     else:
-        _, inverse = unit_of_one(of_units, BITS)
-    remainder = split_off(
-        in_blocks(master, F.block, FORM),
-        in_blocks(value, F.block, FORM),
-        per_element(factor, FORM),
-        per_element(inverse, FORM),
-        in_blocks(dither, F.block, FORM),
-        BITS,
-        F.tensor_amax == "history",
-        caps(F.code, F.scale, F.rounding),
-    )
-    return tl.reshape(remainder, (BR, BC))
-
-
-@triton.constexpr_function
-def caps(code, scale, rounding):
-    """Whether the largest code stands for magnitudes up to the next power of two."""
-    return code == "e2m1" and scale == "e8m0" and rounding == 0
-
-
-@triton.jit
-def blocks_per_row(cols, F: tl.constexpr):
-    """Square blocks in a row of a matrix."""
-    if F.scale == "float32":
-        blocks = tl.cdiv(cols, F.block)  # the last one may be cut
+        inverse = tl.minimum(tl.div_rn(1.0, of_units * (1.0 / PER_POWER)), FP32_MAX)
+    value = in_blocks(value, F.block, FORM)
+    # The reciprocal of a power of two.
+    power = (0x7F000000 - code_power(value, F)).to(tl.float32, bitcast=True)
+    steps = in_blocks(master, F.block, FORM) - value * per_element(factor, FORM)
+    steps = steps * (per_element(inverse, FORM) * power)
+    # From 256 to 512 a number has 15 bits below the point, which the dither rounds up or down. The
+    # lowest byte of its integer part is the remainder plus 128. That of Inf is 0, also for NaN.
+    steps += 384.0
+    if F.tensor_amax == "history":
+        # The scale is that of other values, which codes may not reach.
+        steps = tl.where(tl.abs(steps) < float("inf"), steps, float("nan"))
+        inside = tl.minimum(tl.maximum(steps, 257.0), 511.0)
+        steps = tl.where(steps == steps, inside, float("inf"))
+    bits = tl.minimum(steps.to(tl.uint32, bitcast=True), 0x7F800000)
+    bits = ((bits << 1) + (in_blocks(dither, F.block, FORM) >> 16)).to(tl.int32)
+    if capability() > 0:
+        remainder = tl.inline_asm_elementwise(
+            _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
-        blocks = cols // F.block
-    return blocks
+        remainder = ((bits >> 16) ^ 0x80).to(tl.int8)
+    return tl.reshape(remainder, (master.shape[0], master.shape[1]))
 
 
 @triton.jit
-def load_row_scales(
-    scales, row, col, rows, cols, F: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
-    """The scales of the rowwise blocks of a part [BR, BC] at (row, col), one number per block."""
-    if F.square:
-        width = blocks_per_row(cols, F)
-        grid = scales + tile_start(row // F.block, col // F.block, width)
-        scale = tl.load(grid + tile_offsets(width, (BR + F.block - 1) // F.block, BC // F.block))
-    elif F.scale == "float32":
-        down = row + tl.arange(0, BR)
-        scale = tl.load(scales + tile_start(col // F.block, 0, (rows + 3) // 4 * 4) + down,
-                        down < rows, 1.0)[:, None]  # fmt: skip
-    else:
-        width = (cols // F.block + 3) // 4 * 4
-        grid = scales + tile_start(row, col // F.block, width)
-        scale = tl.load(grid + tile_offsets(width, BR, BC // F.block))
-    return scale
-
-
-@triton.jit
-def load_masters(
-    storage, remainders, start, row, col, rows, cols, mask, tensor_amax, epsilon, F: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
-    remainders: pointer, read at ``start``; None for none. tensor_amax: of the stored codes. LANES:
-    neighbours per thread.
+    value, scale: of the codes. remainder: None for none.
     """
-    FORM: tl.constexpr = form_of(F.scale, F.square)
-    CODE: tl.constexpr = F.code
-    BITS: tl.constexpr = bits_of(CODE)
-    if BITS == 4:
-        WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
-        ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
-        ptr += tile_start(row, col // LANES, cols // LANES)
-        offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
-        code = (tl.load(ptr + offs)[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))) & 0xF
-        value = tl.reshape(code_values(code, CODE), (BR, BC))
-    else:
-        ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
-        code = tl.load(ptr + state_offsets(cols, BR, BC, LANES), mask)
-        value = code_values(code, CODE)
-    scale = 0
-    if F.scale != "":
-        scale = load_row_scales(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
+    FORM: tl.constexpr = F.form
+    PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
-    unit, _ = unit_of_one(of_units, BITS)
-    remainder = None
-    if remainders is not None:
-        remainder = load_remainder(remainders, start, cols, mask, BR, BC, LANES)
-        remainder = in_blocks(remainder, F.block, FORM)
-    master = complete(
-        in_blocks(value, F.block, FORM), per_element(factor, FORM), per_element(unit, FORM),
-        remainder, BITS, caps(F.code, F.scale, F.rounding),
-    )  # fmt: skip
-    return tl.reshape(master, (BR, BC))
+    blocks = in_blocks(value, F.block, FORM)
+    master = blocks * per_element(factor, FORM)
+    if remainder is not None:
+        if capability() > 0:
+            steps = tl.inline_asm_elementwise(
+                _FOUR_FLOATS, "=f,=f,=f,=f,r", [remainder], dtype=tl.float32, is_pure=True, pack=4
+            )
+            steps -= 8388736.0
+        else:
+            steps = remainder.to(tl.float32)
+        steps = in_blocks(tl.where(steps == -128.0, float("nan"), steps), F.block, FORM)
+        power = code_power(blocks, F).to(tl.float32, bitcast=True)
+        master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
+    return tl.reshape(master, (value.shape[0], value.shape[1]))
 
 
 def format_of(layout: Any, dtype: Any = torch.float32, **others: Any) -> Format:
@@ -449,11 +428,14 @@ def format_of(layout: Any, dtype: Any = torch.float32, **others: Any) -> Format:
         code,
         scale,
         layout.block,
+        CODE_BITS[code],
+        "tensor" if scale == "" else "square" if layout.is_square else "row",
         "rowwise" in layout.kept,
         "columnwise" in layout.kept,
         layout.is_square,
         layout.columnwise.codes.transposed,
         rounding=rule.rounding,
+        caps=code == "e2m1" and scale == "e8m0" and rule.rounding == 0,
         pow_2=rule.force_pow_2_scales,
         # Of tensors, the largest float32 for all dtypes.
         largest=torch.finfo(dtype).max if scale == "float32" else FP32_MAX.value,

@@ -8,33 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import (
-    SIGNALS,
-    Scales,
-    Variant,
-    load_scalars,
-    state_pointers,
-    step_tile,
-    update_tile,
-)
+from fp4adam.kernels.adam import SIGNALS, Scales, Variant, load_scalars, state_pointers, step_tile
 from fp4adam.kernels.launch.launch import Launch, compute_capability
-from fp4adam.kernels.launch.tensor_table import (
-    COLS,
-    ROWS,
-    ROWWISE_DATA,
-    WIDTH,
-    pointer,
-    takes_part,
-)
-from fp4adam.kernels.tiles.bfloat16 import round_to
-from fp4adam.kernels.tiles.layout import state_offsets
+from fp4adam.kernels.launch.tensor_table import field, pointer, state_offsets, takes_part
+from fp4adam.kernels.tiles.codes import round_to
 from fp4adam.kernels.tiles.state import (
     are_narrow,
     has_scales,
+    is_scaled,
     load_scale_words,
     max_registers,
     starts_from_codes,
-    store_scale_words,
+    store_scale,
 )
 
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
@@ -46,59 +31,17 @@ LOOP, STAGES = 4, 4
 
 
 @triton.jit
-def _load_scales(pointers, start, VARIANT: tl.constexpr, LOOP: tl.constexpr):
-    """The :class:`Scales` of LOOP rows of the state, a byte of a word each."""
-    ptr = pointers
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    return Scales(
-        load_scale_words(ptr.value_extra, start, ROW, ROW, VALUE, LOOP, 1, ROW),
-        load_scale_words(ptr.exp_avg_scale, start, ROW, ROW, FIRST, LOOP, 1, ROW),
-        load_scale_words(ptr.exp_avg_sq_scale, start, ROW, ROW, SECOND, LOOP, 1, ROW),
-    )
+def _byte(words, i):
+    return ((words >> (8 * i)) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
-def _store_scales(pointers, start, words, VARIANT: tl.constexpr, LOOP: tl.constexpr):
-    """Store the :class:`Scales` that :func:`_load_scales` loads."""
-    ptr, w = pointers, words
-    VALUE: tl.constexpr = VARIANT.value_codec
-    FIRST: tl.constexpr = VARIANT.exp_avg_codec
-    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    store_scale_words(ptr.value_extra, start, ROW, w.value, VALUE, LOOP, 1, ROW)
-    store_scale_words(ptr.exp_avg_scale, start, ROW, w.exp_avg, FIRST, LOOP, 1, ROW)
-    store_scale_words(ptr.exp_avg_sq_scale, start, ROW, w.exp_avg_sq, SECOND, LOOP, 1, ROW)
-
-
-@triton.jit
-def _scales_of(words, i):
-    """The :class:`Scales` of row ``i``, out of words."""
-    return Scales(
-        ((words.value >> (8 * i)) & 0xFF).to(tl.uint8),
-        ((words.exp_avg >> (8 * i)) & 0xFF).to(tl.uint8),
-        ((words.exp_avg_sq >> (8 * i)) & 0xFF).to(tl.uint8),
-    )
-
-
-@triton.jit
-def _insert_scales(words, scales, i):
-    """Words of zeros with the :class:`Scales` of row ``i`` inserted."""
-    return Scales(
-        words.value | (scales.value.to(tl.uint32) << (8 * i)),
-        words.exp_avg | (scales.exp_avg.to(tl.uint32) << (8 * i)),
-        words.exp_avg_sq | (scales.exp_avg_sq.to(tl.uint32) << (8 * i)),
-    )
-
-
-@triton.jit
-def _param_pointer(table, tensor, VARIANT: tl.constexpr):
-    """Pointer to the parameter, if the value is not the parameter itself."""
-    if VARIANT.write_dtype is None:
-        ptr = pointer(table, tensor, ROWWISE_DATA, tl.uint8)  # unused
-    else:
-        ptr = pointer(table, tensor, ROWWISE_DATA, VARIANT.write_dtype)
-    return ptr
+def _store_scale_words(scale_ptr, start, words, CODEC: tl.constexpr, LOOP: tl.constexpr):
+    """Store what :func:`load_scale_words` loads of LOOP rows."""
+    if is_scaled(CODEC):
+        scale = _byte(words[None, :, :], tl.arange(0, LOOP)[:, None, None])
+        scale = tl.reshape(scale, (LOOP, ROW // 32))
+        store_scale(scale_ptr, start, ROW, None, scale, CODEC, LOOP, ROW)
 
 
 @triton.jit
@@ -117,7 +60,7 @@ def _plain_kernel(
     """Adam on a run of elements of one tensor, a matrix or with one column, read flat.
 
     Grid: (n_tiles,). Tile: LOOP rows of ROW elements, whole ones in a prefetching loop if LOOP > 1.
-    grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1]. table: int64 [n_tensors, 19]. scalars:
+    grad_scale_ptr, clip_ptr, found_inf_ptr: float32 [1]. table: int64 [n_tensors, 20]. scalars:
     float32 [n, 12]. tiles: int32 [n_tiles, 2], (tensor, tile of that tensor).
     Reads gradient, value, exp_avg, exp_avg_sq, writes the last three and the parameter: 28 bytes
     per element, both with a BF16 gradient and parameter and an FP32 master, and in FP32 throughout.
@@ -127,32 +70,47 @@ def _plain_kernel(
     if not takes_part(table, tensor, found_inf_ptr):
         return
     first = tl.load(tile + 1).to(tl.int64) * (LOOP * ROW)
-    fields = table + tensor.to(tl.int64) * WIDTH
-    numel = tl.load(fields + ROWS) * tl.load(fields + COLS)
+    numel = field(table, tensor, "rows") * field(table, tensor, "cols")
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     pointers = state_pointers(table, tensor, VARIANT)
-    param = _param_pointer(table, tensor, VARIANT)
+    PARAM: tl.constexpr = tl.uint8 if VARIANT.write_dtype is None else VARIANT.write_dtype
+    param = pointer(table, tensor, "rowwise_data", PARAM)
     # A mask makes every access scalar, so only the last tile of a tensor has one.
     if LOOP > 1:
-        old_scales = _load_scales(pointers, first, VARIANT, LOOP)
-        zero = tl.zeros((1, ROW // 32), tl.uint32)
-        new_scales = Scales(zero, zero, zero)
+        ptr = pointers
+        VALUE: tl.constexpr = VARIANT.value_codec
+        FIRST: tl.constexpr = VARIANT.exp_avg_codec
+        SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+        # Scales of all rows, a byte of a word each.
+        old_value = load_scale_words(ptr.value_extra, first, ROW, ROW, VALUE, LOOP, 1, ROW)
+        old_avg = load_scale_words(ptr.exp_avg_scale, first, ROW, ROW, FIRST, LOOP, 1, ROW)
+        old_sq = load_scale_words(ptr.exp_avg_sq_scale, first, ROW, ROW, SECOND, LOOP, 1, ROW)
+        new_value = tl.zeros((1, ROW // 32), tl.uint32)
+        new_avg, new_sq = new_value, new_value
         start = first  # counted apart from ``i``, which the loop is ahead with when it prefetches
         for i in tl.range(0, LOOP, num_stages=STAGES):
-            value, scales, _, _ = update_tile(
-                pointers, first + i * ROW, start, ROW, None, _scales_of(old_scales, i), constants,
-                VARIANT, True, 1, ROW,
-            )  # fmt: skip
-            new_scales = _insert_scales(new_scales, scales, i)
+            old = Scales(_byte(old_value, i), _byte(old_avg, i), _byte(old_sq, i))
+            value, scales, _, _ = step_tile(
+                pointers, first + i * ROW, start, ROW, None, constants, VARIANT, True, 1, ROW, old
+            )
+            new_value |= scales.value.to(tl.uint32) << (8 * i)
+            new_avg |= scales.exp_avg.to(tl.uint32) << (8 * i)
+            new_sq |= scales.exp_avg_sq.to(tl.uint32) << (8 * i)
             _store_param(param, start, None, value, VARIANT)
             start += ROW
-        _store_scales(pointers, first, new_scales, VARIANT, LOOP)
+        _store_scale_words(ptr.value_extra, first, new_value, VALUE, LOOP)
+        _store_scale_words(ptr.exp_avg_scale, first, new_avg, FIRST, LOOP)
+        _store_scale_words(ptr.exp_avg_sq_scale, first, new_sq, SECOND, LOOP)
     elif first + ROW <= numel:
-        value, _, _ = step_tile(pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW)
+        value, _, _, _ = step_tile(
+            pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW
+        )
         _store_param(param, first, None, value, VARIANT)
     else:
         mask = first + state_offsets(ROW, 1, ROW) < numel
-        value, _, _ = step_tile(pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW)
+        value, _, _, _ = step_tile(
+            pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW
+        )
         _store_param(param, first, mask, value, VARIANT)
 
 
@@ -195,7 +153,6 @@ def update(
             len(tiles),
             (table, scalars, tiles.to(table.device)),
             dict(VARIANT=variant, LOOP=loop, STAGES=STAGES),
-            num_warps=4,
             maxnreg=registers,
         )
         for tiles, loop, registers in forms
@@ -219,9 +176,7 @@ def update_scaled(
     return update(table, scalars, shapes, variant._replace(write_dtype=None)), rest
 
 
-class StepLaunch(adam.StepLaunch):
-    """One pass over plain tensors."""
-
-    def __init__(self, kind: Any, tensors: tuple) -> None:
-        shapes, _, table, scalars = tensors
-        self._launches = update(table, scalars, shapes, kind.variant())
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
+    """One pass over plain tensors; arguments as for ``adam.StepLaunch``."""
+    shapes, _, table, scalars = tensors
+    return adam.StepLaunch(update(table, scalars, shapes, key.variant()))

@@ -4,7 +4,7 @@ One kernel serves all formats, and is the cast of values at fixed addresses as w
 nothing to update. What differs between formats is in ``format.py``; here are only their tiles.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,64 +21,47 @@ from fp4adam.kernels.adam import (
     state_pointers,
     step_tile,
 )
-from fp4adam.kernels.amax_preview import (
-    PreviewedLaunch,
-    largest_of_lanes,
-    previewed_amax,
-    report_amax,
-    report_completed,
-)
-from fp4adam.kernels.format import (
-    CODE_BITS,
-    Format,
-    Part,
-    encode,
-    format_of,
-    load_masters,
-    split_off_part,
-)
+from fp4adam.kernels.amax_preview import PreviewedLaunch, largest_of_lanes, report_amax
+from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
-    AMAX,
-    AMAX_HISTORY,
-    BAND,
-    COLS,
-    ROWS,
-    gemm_scale_pointers,
+    Form,
     load_tile,
     pointer,
     size,
+    state_offsets,
     storage_pointers,
     takes_part,
-    tile_grid,
     tile_start,
 )
+from fp4adam.kernels.launch.tile_lists import BAND, tile_grid
 from fp4adam.kernels.plain_step import update_scaled
 from fp4adam.kernels.store import (
     edge_mask,
+    load_masters,
     store_codes,
     store_column_scales,
     store_row_scales,
     store_tile,
 )
-from fp4adam.kernels.tiles.bfloat16 import round_through
-from fp4adam.kernels.tiles.remainder import store_remainder
+from fp4adam.kernels.tiles.codes import round_through
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
     element_hash,
     has_scales,
+    load_scale,
     load_scale_words,
+    load_state,
     max_registers,
     starts_from_codes,
 )
-from fp4adam.kernels.tiles.words import extract_tile, insert_tile
 
 
 @triton.constexpr_function
 def field_shape(F, BR, BC, field):
     """The shape of a field of a :class:`Part` [BR, BC]."""
-    code, scale, block, rowwise, columnwise, square, *_ = F  # Triton 3.6 passes a plain tuple
+    code, scale, block, _, _, rowwise, columnwise, square, *_ = F  # Triton 3.6: a plain tuple
     words, none = (BR, BC * CODE_BITS[code] // 32), (1, 1)
     keeps_scales = scale in ("e4m3", "e8m0")
     down = max(BR // block, 1)
@@ -94,27 +77,19 @@ def field_shape(F, BR, BC, field):
 
 @triton.jit
 def _room(
-    F: tl.constexpr,
-    PARTS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    FIELD: tl.constexpr,
+    F: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FIELD: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """Zeros for a field of PARTS parts [BR, BC]."""
     tile = tl.zeros(field_shape(F, BR, BC, FIELD), DTYPE)
     return tl.broadcast_to(tile[None, :, :], (PARTS, tile.shape[0], tile.shape[1]))
 
 
 @triton.jit
-def keep(kept, part, i, F: tl.constexpr):
-    """The kept parts with part ``i`` inserted; float32 scales are stored at once, not kept."""
-    row_scale, column_scale = kept.row_scale, kept.column_scale
-    if F.scale == "e4m3" or F.scale == "e8m0":
-        row_scale = insert_tile(row_scale, part.row_scale, i)
-        column_scale = insert_tile(column_scale, part.column_scale, i)
-    rows, columns = insert_tile(kept.rows, part.rows, i), insert_tile(kept.columns, part.columns, i)
-    return Part(rows, row_scale, columns, column_scale)
+def insert_tile(tiles, tile, i):
+    """The tiles [n, R, C] with tile ``i`` replaced by ``tile`` [R, C]."""
+    number = tl.arange(0, tiles.shape[0])[:, None, None]
+    return tl.where(number == i, tile[None, :, :], tiles)
 
 
 @triton.jit
@@ -131,51 +106,51 @@ def _joined(tiles, DOWN: tl.constexpr):
 
 
 @triton.jit
-def joined(kept, DOWN: tl.constexpr):
-    """Kept parts as one :class:`Part` of the whole tile."""
-    return Part(
-        _joined(kept.rows, DOWN),
-        _joined(kept.row_scale, DOWN),
-        _joined(kept.columns, DOWN),
-        _joined(kept.column_scale, DOWN),
-    )
-
-
-@triton.jit
-def _part_at(row, col, i, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Row and column of part ``i`` of the tile at (row, col)."""
-    if DOWN:
-        row += i * BR
-    else:
-        col += i * BC
-    return row, col
-
-
-@triton.jit
-def _encode_held(
-    kept, held, i, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
-    MASKED: tl.constexpr, DOWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+def _encode_part(
+    kept, value, i, row, col, row_amax, column_amax, dither, given, VARIANT: tl.constexpr,
+    F: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Encode part ``i`` of the held values, and store its scales; the kept parts with it."""
-    first_row, first_col, rows, cols, amax, epsilon, storage, remainders, constants = given
+    """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
+
+    Stores its remainders, and float32 scales, which are not kept. dither: of its masters; None to
+    compute it.
+    """
+    rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
-    row, col = _part_at(first_row, first_col, i, DOWN, BR, BC)
-    value = extract_tile(held, i).to(tl.float32, bitcast=True)
     x = round_through(value, VARIANT.write_dtype)
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
     if SPLITS:
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
+        if dither is None:
+            dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+        remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
-        remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
-        store_remainder(remainders, start, cols, mask, remainder, BR, BC, LANES)
-    if i == 0 or not F.square:
-        store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-    if i == 0:
-        scale = part.column_scale
-        store_column_scales(scale, row, col, rows, cols, storage, F, BR, BC)
-    return keep(kept, part, i, F)
+        tl.store(remainders + start + state_offsets(cols, BR, BC, LANES), remainder, mask)
+    row_scale, column_scale = kept.row_scale, kept.column_scale
+    if F.scale == "float32":
+        if not F.square or i == 0:
+            store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
+        if i == 0:
+            store_column_scales(part.column_scale, row, col, rows, cols, storage, F, BR, BC)
+    elif F.scale != "":
+        row_scale = insert_tile(row_scale, part.row_scale, i)
+        column_scale = insert_tile(column_scale, part.column_scale, i)
+    codes = insert_tile(kept.rows, part.rows, i)
+    return Part(codes, row_scale, insert_tile(kept.columns, part.columns, i), column_scale)
+
+
+@triton.jit
+def _encode_held(
+    kept, held, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """:func:`_encode_part` of part ``i`` of the held values [n, BR, BC], in bits."""
+    number = tl.arange(0, held.shape[0])[:, None, None]
+    value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
+    return _encode_part(
+        kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED, BR, BC
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -188,7 +163,7 @@ def step_kernel(
     """Adam and re-quantization of one tile of one tensor; moves each byte once.
 
     Grid: (n_tiles,). Tile: [TR, TC], in parts of [BR, BC], all of them in one row or one column.
-    table: int64 [n_tensors, 19]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
+    table: int64 [n_tensors, 20]. scalars: float32 [n, 12]. tiles: int32 [n_tiles, 4]. MASKED: the
     tile may reach past an edge. epsilon: the lower bound of amaxes of float32 scales.
 
     Of formats with a preview: slots, int32 [n_tensors], the amax slot of each tensor; several may
@@ -221,7 +196,7 @@ def step_kernel(
     if not takes_part(table, tensor, found_inf_ptr):
         return
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, ROWS, MULTIPLE), size(table, tensor, COLS, MULTIPLE)
+    rows, cols = size(table, tensor, "rows", MULTIPLE), size(table, tensor, "cols", MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     states = state_pointers(table, tensor, VARIANT)
     SCALES: tl.constexpr = tl.float32 if F.scale == "float32" else tl.uint8
@@ -229,9 +204,11 @@ def step_kernel(
     amax, old_amax = 0.0, 0.0
     if PREVIEWS:
         # The preview has found it already, so no program has to wait for another.
-        amax = previewed_amax(table, tensor, slots, amaxes, is_first)
+        amax = tl.load(amaxes + tl.load(slots + tensor))
+        if is_first:
+            tl.store(pointer(table, tensor, "amax", tl.float32), amax)
     elif F.tensor_amax != "":
-        amax = tl.load(pointer(table, tensor, AMAX, tl.float32))
+        amax = tl.load(pointer(table, tensor, "amax", tl.float32))
     if FROM_CODES and REPORTS:
         old_amax = tl.load(stored_amaxes + tensor)
 
@@ -248,50 +225,56 @@ def step_kernel(
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.
     largest = tl.zeros((BR, BC // LANES), tl.float32)
     ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
-    first = tile_start(first_row, first_col, cols)
     VALUE: tl.constexpr = VARIANT.value_codec
-    value_scales = load_scale_words(
-        states.value_extra, first, BR * cols if DOWN else BC, cols, VALUE, min(PARTS, 4), BR, BC
-    )
+    # Rows and columns from one part to the next.
+    DR: tl.constexpr = BR if DOWN else 0
+    DC: tl.constexpr = 0 if DOWN else BC
+    scale_words = load_scale_words(
+        states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
+        min(PARTS, 4), BR, BC,
+    )  # fmt: skip
+    given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
     UNROLL: tl.constexpr = PARTS if HOLDS and not FROM_CODES and not MASKED else 1
     for i in tl.range(0, PARTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        ahead_row, ahead_col = _part_at(first_row, first_col, i, DOWN, BR, BC)
-        row, col = _part_at(first_row, first_col, number, DOWN, BR, BC)
-        ahead, start = tile_start(ahead_row, ahead_col, cols), tile_start(row, col, cols)
+        ahead = tile_start(first_row + i * DR, first_col + i * DC, cols)
+        row, col = first_row + number * DR, first_col + number * DC
+        start = tile_start(row, col, cols)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        master, value_scale = None, None
+        master, dither = None, None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
             master = load_masters(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
                 BC, LANES,
             )  # fmt: skip
-        if PARTS <= 4:
-            value_scale = ((value_scales >> (8 * i)) & 0xFF).to(tl.uint8)
-        value, dither, new_ratio = step_tile(
-            states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master, value_scale
-        )
-        if PREVIEWS and SPLITS:
-            new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
-            ratio = tl.maximum(ratio, new_ratio)
+        if VARIANT.is_updated:
+            if PARTS <= 4:
+                scale = ((scale_words >> (8 * i)) & 0xFF).to(tl.uint8)
+            else:
+                scale = load_scale(states.value_extra, ahead, cols, mask, VALUE, BR, BC)
+            value = load_state(
+                states.value, states.value_extra, ahead, cols, mask, scale, VALUE, BR, BC
+            )
+        else:
+            value, _, dither, new_ratio = step_tile(
+                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master=master
+            )
+            if PREVIEWS and SPLITS:
+                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+                ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
         if HOLDS:
             held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
         else:
-            x = round_through(value, VARIANT.write_dtype)
             if REPORTS:
+                x = round_through(value, VARIANT.write_dtype)
                 largest = tl.maximum(largest, largest_of_lanes(x, LANES))
-            part, coded = encode(x, None, None, amax, epsilon, F, SPLITS, not MASKED)
-            if SPLITS:
-                remainder = split_off_part(value, coded, part.row_scale, amax, epsilon, dither, F)
-                store_remainder(states.value, start, cols, mask, remainder, BR, BC, LANES)
-            if F.scale == "float32":
-                store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-                store_column_scales(part.column_scale, row, col, rows, cols, storage, F, BR, BC)
-            kept = keep(kept, part, i, F)
+            kept = _encode_part(
+                kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
+            )
         number += 1
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
     storage = storage_pointers(table, tensor, tl.uint32, SCALES)
@@ -302,35 +285,42 @@ def step_kernel(
         column_amax = tl.max(tl.max(block, 0), 0)[None, :]
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
-        given = first_row, first_col, rows, cols, amax, epsilon, storage, states.value, constants
+        given = rows, cols, amax, epsilon, storage, states.value, constants
         if MASKED:
             for i in range(PARTS):
                 kept = _encode_held(
-                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
-                )
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
         else:
             for i in tl.static_range(PARTS):
                 kept = _encode_held(
-                    kept, held, i, row_amax, column_amax, given, VARIANT, F, MASKED, DOWN, BR, BC
-                )
-    part = joined(kept, DOWN)
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
+    part = Part(
+        _joined(kept.rows, DOWN),
+        _joined(kept.row_scale, DOWN),
+        _joined(kept.columns, DOWN),
+        _joined(kept.column_scale, DOWN),
+    )
     mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
     if F.scale == "float32":
         store_codes(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
     else:
-        gemm_scales = gemm_scale_pointers(table, tensor)
-        store_tile(part, first_row, first_col, rows, cols, mask, storage, gemm_scales, F, TR, TC)
+        store_tile(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":
         # The bits of non-negative floats order as integers do.
-        latest = pointer(table, tensor, AMAX_HISTORY, tl.int32)
+        latest = pointer(table, tensor, "amax_history", tl.int32)
         tl.atomic_max(latest, tile_amax.to(tl.int32, bitcast=True), sem="relaxed")
-    if PREVIEWS and SPLITS:
-        most = tl.max(tl.max(ratio, 1), 0)
-        report_completed(tile_amax, most, amax, tile_amaxes, tile_ratios, VARIANT.write_dtype)
-    elif PREVIEWS:
-        report_amax(tile_amax, amax, tensor, slots, tile_amaxes, exceeding, VARIANT.write_dtype)
+    if PREVIEWS:
+        most = tl.max(tl.max(ratio, 1), 0) if SPLITS else None
+        slot = slots + tensor
+        report_amax(
+            tile_amax, amax, most, slot, tile_amaxes, exceeding, tile_ratios, VARIANT.write_dtype
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -340,7 +330,7 @@ def _delayed_amax_kernel(
 ):  # fmt: skip
     """Take the amax of each tensor from its history, and make room there for the next one.
 
-    Grid: (n_tensors,). table: int64 [n_tensors, 19]. factor: 2**margin. LENGTH: entries of a
+    Grid: (n_tensors,). table: int64 [n_tensors, 20]. factor: 2**margin. LENGTH: entries of a
     history; BLOCK: the power of two above. The entries move down by one, the first becomes the
     last; entry 0 is set to zero, for the pass to raise. stored_amaxes: float32 [n_tensors], set to
     the amaxes of the stored codes; or None.
@@ -348,13 +338,13 @@ def _delayed_amax_kernel(
     tensor = tl.program_id(0)
     if not takes_part(table, tensor, found_inf_ptr):
         return
-    history = pointer(table, tensor, AMAX_HISTORY, tl.float32)
+    history = pointer(table, tensor, "amax_history", tl.float32)
     index = tl.arange(0, BLOCK)
     inside = index < LENGTH
     entries = tl.load(history + index, inside, 0.0)
     known = tl.max(entries, 0) if IS_MAX else tl.load(history)
     known = known * factor
-    amax_ptr = pointer(table, tensor, AMAX, tl.float32)
+    amax_ptr = pointer(table, tensor, "amax", tl.float32)
     if stored_amaxes is not None:
         tl.store(stored_amaxes + tensor, tl.load(amax_ptr))
     if (known > 0) & (known < float("inf")):
@@ -363,18 +353,6 @@ def _delayed_amax_kernel(
     tl.debug_barrier()
     target = tl.where(index == 0, LENGTH - 1, index - 1)
     tl.store(history + target, tl.where(target == 0, 0.0, entries), inside)
-
-
-class Form(NamedTuple):
-    """The tile of one program, the parts that it works on in turn, and launch options."""
-
-    rows: int
-    cols: int
-    part_rows: int
-    part_cols: int
-    num_warps: int
-    num_stages: int
-    registers: int | None
 
 
 def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
@@ -447,112 +425,73 @@ def tiles_of(
         bottom, right = rows - rows % large.rows, cols - cols % large.cols
         if F.scale == "float32" and (rows % 16 or cols % 16):
             bottom = right = 0  # vector accesses would be unaligned
-        step = edge.rows, edge.cols
-        whole.append(tile_grid(i, (0, bottom, large.rows), (0, right, large.cols), band))
-        if bottom:
-            rest.append(tile_grid(i, (0, bottom, step[0]), (right, cols, step[1])))
-        rest.append(tile_grid(i, (bottom, rows, step[0]), (0, cols, step[1])))
+        whole.append(tile_grid((i, 0, bottom, 0, right), large[:2], band))
+        rest.append(tile_grid((i, 0, bottom, right, cols), edge[:2]))
+        rest.append(tile_grid((i, bottom, rows, 0, cols), edge[:2]))
     for lists, form in ((whole, large), (rest, edge)):
         for tiles in lists:
             tiles[:, 3] = form.rows << 16 | form.cols
     return torch.cat(whole + rest), sum(map(len, whole))
 
 
-def passes(
-    F: Format,
-    variant: Variant,
-    epsilon: float,
-    table: Tensor,
-    scalars: Tensor,
-    tiles: Tensor,
-    n_whole: int,
-    slots: Tensor | None = None,
-    amaxes: Tensor | None = None,
-    next_amaxes: Tensor | None = None,
-    tile_amaxes: Tensor | None = None,
-    exceeding: Tensor | None = None,
-    tile_ratios: Tensor | None = None,
-    stored_amaxes: Tensor | None = None,
-) -> list[Launch]:
-    """The launches over large tiles and over those at edges, call each with ``grad_scale, clip,
-    found_inf``; arguments as for :func:`step_kernel`.
-    """
-    launches = []
-    parts = slice(0, n_whole), slice(n_whole, len(tiles))
-    both = forms(F, variant, compute_capability(table.device))
-    for part, form, is_edge in zip(parts, both, (False, True), strict=True):
-        of_tiles = [None if x is None else x[part] for x in (tile_amaxes, tile_ratios)]
-        launches.append(
-            Launch(
-                step_kernel,
-                part.stop - part.start,
-                (
-                    table, scalars, tiles[part], slots, amaxes, next_amaxes, of_tiles[0],
-                    exceeding, of_tiles[1], stored_amaxes, epsilon,
-                ),
-                dict(
-                    VARIANT=variant,
-                    F=F,
-                    MASKED=is_edge and F.scale == "float32",
-                    TR=form.rows,
-                    TC=form.cols,
-                    BR=form.part_rows,
-                    BC=form.part_cols,
-                    STAGES=form.num_stages,
-                ),
-                num_warps=form.num_warps,
-                maxnreg=form.registers,
-            )
-        )  # fmt: skip
-    return launches
-
-
-def delayed_amaxes(table: Tensor, quantizer: Any, stored_amaxes: Tensor | None = None) -> Launch:
-    """The launch that takes amaxes from histories; call with ``grad_scale, clip, found_inf``.
-
-    ``stored_amaxes``: float32 [n_tensors], set to the amaxes before.
-    """
-    length = quantizer.amax_history_len
-    return Launch(
-        _delayed_amax_kernel,
-        table.shape[0],
-        (table, stored_amaxes, 2.0**quantizer.margin),
-        dict(
-            IS_MAX=quantizer.amax_compute_algo == "max",
-            LENGTH=length,
-            BLOCK=triton.next_power_of_2(length),
-        ),
-        num_warps=4,
-    )
-
-
-class _StepLaunch(adam.StepLaunch):
-    """Launches one after the other."""
-
-    def __init__(self, launches: list[Launch]) -> None:
-        self._launches = launches
-
-
-def StepLaunch(kind: Any, tensors: tuple) -> adam.StepLaunch:
+def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
     shapes, slots, table, scalars = tensors
-    layout, variant = kind.quantizer.layout, kind.variant()
+    layout, variant = key.quantizer.layout, key.variant()
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
-    F = format_of(layout, kind.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
+    F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
     tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
     updates, rest = update_scaled(table, scalars, shapes, variant)
+    both = forms(F, rest, compute_capability(table.device))
 
-    def launches(*amaxes: Any) -> list[Launch]:
-        given = table, scalars, tiles, n_whole, *amaxes
-        return [*updates, *passes(F, rest, epsilon, *given)]
+    def launches(
+        slots: Tensor | None = None,
+        amaxes: Tensor | None = None,
+        next_amaxes: Tensor | None = None,
+        tile_amaxes: Tensor | None = None,
+        exceeding: Tensor | None = None,
+        tile_ratios: Tensor | None = None,
+        stored_amaxes: Tensor | None = None,
+    ) -> list[Launch]:
+        """Those over large tiles, and those over the tiles at edges."""
+        made = [*updates]
+        ranges = (0, n_whole, False), (n_whole, len(tiles), True)
+        for form, (first, last, is_edge) in zip(both, ranges, strict=True):
+            ratios = None if tile_ratios is None else tile_ratios[first:last]
+            bounds = None if tile_amaxes is None else tile_amaxes[first:last]
+            given = table, scalars, tiles[first:last], slots, amaxes, next_amaxes, bounds, exceeding
+            constexprs = dict(
+                VARIANT=rest,
+                F=F,
+                MASKED=is_edge and F.scale == "float32",
+                TR=form.rows,
+                TC=form.cols,
+                BR=form.part_rows,
+                BC=form.part_cols,
+                STAGES=form.num_stages,
+            )
+            options = dict(num_warps=form.num_warps, maxnreg=form.registers)
+            given = *given, ratios, stored_amaxes, epsilon
+            made.append(Launch(step_kernel, last - first, given, constexprs, **options))
+        return made
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)
-        return PreviewedLaunch(known, variant, F, epsilon, bool(kind.groups), launches)
-    stored_amaxes, first = None, []
+        return PreviewedLaunch(known, variant, F, epsilon, bool(key.groups), launches)
     if amax == "history":
         stored_amaxes = torch.zeros(len(shapes), dtype=torch.float32, device=table.device)
-        first = [delayed_amaxes(table, kind.quantizer, stored_amaxes)]
-    return _StepLaunch([*first, *launches(*(None,) * 6, stored_amaxes)])
+        length = key.quantizer.amax_history_len
+        shift = Launch(
+            _delayed_amax_kernel,
+            len(shapes),
+            (table, stored_amaxes, 2.0**key.quantizer.margin),
+            dict(
+                IS_MAX=key.quantizer.amax_compute_algo == "max",
+                LENGTH=length,
+                BLOCK=triton.next_power_of_2(length),
+            ),
+        )
+        return adam.StepLaunch([shift, *launches(stored_amaxes=stored_amaxes)])
+    return adam.StepLaunch(launches())

@@ -8,24 +8,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels.adam import SCALARS_WIDTH, scalar
 from fp4adam.kernels.launch.launch import Launch
-from fp4adam.kernels.launch.schema import HYPER_COLUMNS, SCALAR_COLUMNS
-from fp4adam.kernels.launch.tensor_table import GRAD
-from fp4adam.kernels.launch.tensor_table import WIDTH as TABLE_WIDTH
-from fp4adam.kernels.tiles.state import mixed
+from fp4adam.kernels.launch.schema import HYPER_COLUMNS
+from fp4adam.kernels.launch.tensor_table import field
 
 HYPER_WIDTH = tl.constexpr(len(HYPER_COLUMNS))
-SCALARS_WIDTH = tl.constexpr(len(SCALAR_COLUMNS))
-LARGEST_UPDATE = tl.constexpr(SCALAR_COLUMNS.index("largest_update"))
-LARGEST_DECAY = tl.constexpr(SCALAR_COLUMNS.index("largest_decay"))
-DITHER_UPPER = tl.constexpr(SCALAR_COLUMNS.index("dither_upper"))
-DITHER_LOWER = tl.constexpr(SCALAR_COLUMNS.index("dither_lower"))
 # The last step of a float32 counter.
 LAST_STEP = tl.constexpr(2**24)
 STEP_BITS = tl.constexpr(25)
 # The smallest float32 above zero: a smaller learning rate changes no parameter.
 SMALLEST = tl.constexpr(2.0**-149)
 BLOCK = 128
+# Of the hash of steps in ``fp4adam.optim.state_codec``.
+FACTOR_1 = tl.constexpr(0x7FEB352D)
+FACTOR_2 = tl.constexpr(0x846CA68B)
+
+
+@triton.jit
+def mixed(x):
+    """The hash of uint32 step numbers that ``dither_origin`` uses."""
+    x = (x ^ (x >> 16)) * FACTOR_1
+    x = (x ^ (x >> 15)) * FACTOR_2
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -44,21 +49,20 @@ def power(base, exponent):
 
 @triton.jit(do_not_specialize_on_alignment=("found_inf_ptr",))
 def _step_scalars_kernel(
-    found_inf_ptr, table, hyper, groups, first_elements, steps, scalars, n, BLOCK: tl.constexpr,
+    found_inf_ptr, table, hyper, groups, steps, scalars, n, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts the step of each tensor that takes part, and writes its row of scalars.
 
     Grid: (ceil(n / BLOCK),). Tile: BLOCK tensors. found_inf_ptr: float32 [1]; if it is not 0, no
-    step is counted. table: int64 [n, 19]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
-    int32 [n], the row of each tensor in ``hyper``. first_elements: int64 [n], the dither's index of
-    each tensor's first element; its low 32 bits count. steps: int64 [n], addresses of the step
+    step is counted. table: int64 [n, 20]. hyper: float64 [n_groups, 8], with HYPER_COLUMNS. groups:
+    int32 [n], the row of each tensor in ``hyper``. steps: int64 [n], addresses of the step
     counts, one float32 each, updated. scalars: float32 [n, 12], with SCALAR_COLUMNS; the bounds for
     amax previews are set to 0.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < n
     tensor = tl.where(mask, tensor, 0)
-    grad = tl.load(table + tensor.to(tl.int64) * TABLE_WIDTH + GRAD)
+    grad = field(table, tensor, "grad")
     # Read as a tile, because Triton's interpreter combines no tile of truth values with a scalar.
     counts = mask & (grad != 0) & (tl.load(found_inf_ptr + 0 * tensor) == 0)
     step_ptr = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
@@ -78,7 +82,7 @@ def _step_scalars_kernel(
     weight = one - beta1
     # Divisions and roots of float64 are correctly rounded.
     step_size = tl.where(tl.abs(lr) > SMALLEST, lr / bias_correction1, 0.0)
-    dither = mixed(number.to(tl.uint32)) + tl.load(first_elements + tensor).to(tl.uint32)
+    dither = mixed(number.to(tl.uint32))
 
     out = scalars + tensor * SCALARS_WIDTH
     tl.store(out, grad_factor.to(tl.float32), counts)
@@ -89,17 +93,16 @@ def _step_scalars_kernel(
     tl.store(out + 5, eps.to(tl.float32), counts)
     tl.store(out + 6, step_size.to(tl.float32), counts)
     tl.store(out + 7, (one / tl.sqrt(bias_correction2)).to(tl.float32), counts)
-    tl.store(out + DITHER_UPPER, (dither >> 16).to(tl.float32), counts)
-    tl.store(out + DITHER_LOWER, (dither & 0xFFFF).to(tl.float32), counts)
-    tl.store(out + LARGEST_UPDATE, 0.0, counts)
-    tl.store(out + LARGEST_DECAY, 0.0, counts)
+    tl.store(out + scalar("dither_upper"), (dither >> 16).to(tl.float32), counts)
+    tl.store(out + scalar("dither_lower"), (dither & 0xFFFF).to(tl.float32), counts)
+    tl.store(out + scalar("largest_update"), 0.0, counts)
+    tl.store(out + scalar("largest_decay"), 0.0, counts)
 
 
 def step_scalars(
     table: Tensor,
     hyper: Tensor,
     groups: Tensor,
-    first_elements: Tensor,
     steps: Tensor,
     scalars: Tensor,
 ) -> Launch:
@@ -107,11 +110,6 @@ def step_scalars(
 
     The tensors are those of :func:`_step_scalars_kernel`.
     """
-    n = steps.shape[0]
-    return Launch(
-        _step_scalars_kernel,
-        triton.cdiv(n, BLOCK),
-        (table, hyper, groups, first_elements, steps, scalars, n),
-        dict(BLOCK=BLOCK),
-        num_warps=4,
-    )
+    n = len(steps)
+    given = table, hyper, groups, steps, scalars, n
+    return Launch(_step_scalars_kernel, triton.cdiv(n, BLOCK), given, dict(BLOCK=BLOCK))

@@ -1,12 +1,11 @@
-"""Storing the codes and scales of a tile, in both directions, plain and swizzled."""
+"""Where the codes and scales of a tile lie, in both directions, plain and swizzled."""
 
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.format import bits_of, blocks_per_row
-from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.swizzle import store_swizzled
-from fp4adam.kernels.tiles.words import store_words, transpose_words
+from fp4adam.kernels.format import code_values, complete
+from fp4adam.kernels.launch.tensor_table import state_offsets, tile_offsets, tile_start
+from fp4adam.kernels.tiles.codes import bytes_of, store_words, transpose_words
 
 
 @triton.jit
@@ -20,6 +19,59 @@ def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: 
 
 
 @triton.jit
+def row_scale_pointers(
+    scales, row, col, rows, cols, F: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Pointers to the scales of square or rowwise blocks of a tile [BR, BC], one per block."""
+    B: tl.constexpr = F.block
+    if F.square:
+        width = tl.cdiv(cols, B)  # the last one may be cut
+        ptr = scales + tile_start(row // B, col // B, width)
+        ptr += tile_offsets(width, (BR + B - 1) // B, BC // B)
+    elif F.scale == "float32":
+        ptr = scales + tile_start(col // B, 0, (rows + 3) // 4 * 4)
+        ptr += row + tl.arange(0, BR)[:, None]
+    else:
+        width = (cols // B + 3) // 4 * 4
+        ptr = scales + tile_start(row, col // B, width) + tile_offsets(width, BR, BC // B)
+    return ptr
+
+
+@triton.jit
+def load_masters(
+    storage, remainders, start, row, col, rows, cols, mask, tensor_amax, epsilon, F: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
+
+    remainders: pointer, read at ``start``; None for none. tensor_amax: of the stored codes. LANES:
+    neighbours per thread.
+    """
+    CODE: tl.constexpr = F.code
+    if F.bits == 4:
+        WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+        ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
+        ptr += tile_start(row, col // LANES, cols // LANES)
+        offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
+        code = (tl.load(ptr + offs)[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))) & 0xF
+        value = tl.reshape(code_values(code, CODE), (BR, BC))
+    else:
+        ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
+        value = code_values(tl.load(ptr + state_offsets(cols, BR, BC, LANES), mask), CODE)
+    scale = 0
+    if F.scale != "":
+        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
+        if F.square or F.scale != "float32":
+            scale = tl.load(ptr)
+        else:
+            scale = tl.load(ptr, (row + tl.arange(0, BR) < rows)[:, None], 1.0)
+    remainder = None
+    if remainders is not None:
+        remainder = tl.load(remainders + start + state_offsets(cols, BR, BC, LANES), mask)
+    return complete(value, scale, tensor_amax, epsilon, remainder, F)
+
+
+@triton.jit
 def store_codes(
     part, row, col, rows, cols, mask, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
@@ -28,54 +80,43 @@ def store_codes(
     storage: pointers to uint32; or to uint8, which may be unaligned. mask: bool [TR, TC], of the
     elements to write; None for all.
     """
-    BITS: tl.constexpr = bits_of(F.code)
-    N: tl.constexpr = 32 // BITS
+    N: tl.constexpr = 32 // F.bits
     if F.rowwise:
-        if mask is None:
-            store_words(storage.rowwise_data, row, col // N, cols // N, part.rows, TR, TC // N)
-        else:
-            _store_masked(storage.rowwise_data, part.rows, row, col, cols, mask, BITS, TR, TC)
-    if F.columnwise:
+        _store_rows(storage.rowwise_data, part.rows, row, col, cols, mask, F.bits, TR, TC)
+    if F.columnwise and F.transposes:
         words = part.rows if F.square else part.columns
-        if F.transposes:
-            if mask is None:
-                words = transpose_words(words, BITS, TR, TC)
-                store_words(storage.columnwise_data, col, row // N, rows // N, words, TC, TR // N)
-            else:
-                ptr = storage.columnwise_data.to(tl.pointer_type(tl.uint8))
-                ptr += tile_start(col, row, rows) + tile_offsets(rows, TC, TR)
-                tl.store(ptr, tl.trans(_bytes(words, TR, TC)), tl.trans(mask))
-        elif not F.square:
-            if mask is None:
-                store_words(storage.columnwise_data, row, col // N, cols // N, words, TR, TC // N)
-            else:
-                _store_masked(storage.columnwise_data, words, row, col, cols, mask, BITS, TR, TC)
+        if mask is None:
+            words = transpose_words(words, F.bits, TR, TC)
+            store_words(storage.columnwise_data, col, row // N, rows // N, words, TC, TR // N)
+        else:
+            ptr = storage.columnwise_data.to(tl.pointer_type(tl.uint8))
+            ptr += tile_start(col, row, rows) + tile_offsets(rows, TC, TR)
+            tl.store(ptr, tl.trans(bytes_of(words, TR, TC)), tl.trans(mask))
+    elif F.columnwise and not F.square:
+        _store_rows(storage.columnwise_data, part.columns, row, col, cols, mask, F.bits, TR, TC)
 
 
 @triton.jit
-def _bytes(words, R: tl.constexpr, C: tl.constexpr):
-    """The bytes, uint8 [R, C], of words [R, C / 4]."""
-    code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
-    return tl.reshape(code.to(tl.uint8), (R, C))
-
-
-@triton.jit
-def _store_masked(
+def _store_rows(
     data, words, row, col, cols, mask, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Store the codes of a tile [R, C] that are in the mask, byte by byte; other nibbles stay."""
-    PER_BYTE: tl.constexpr = 8 // BITS
-    data = data.to(tl.pointer_type(tl.uint8))
-    data += tile_start(row, col // PER_BYTE, cols // PER_BYTE)
-    data += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
-    code = _bytes(words, R, C // PER_BYTE)
-    if BITS == 8:
-        tl.store(data, code, mask)
+    """Store the codes of a tile [R, C]; in a mask byte by byte, where other nibbles stay."""
+    if mask is None:
+        N: tl.constexpr = 32 // BITS
+        store_words(data, row, col // N, cols // N, words, R, C // N)
     else:
-        low, high = tl.split(tl.reshape(mask.to(tl.int32), (R, C // 2, 2)))
-        own = low * 0x0F | high * 0xF0
-        old = tl.load(data, (own == 0x0F) | (own == 0xF0), 0).to(tl.int32)
-        tl.store(data, ((code & own) | (old & (0xFF - own))).to(tl.uint8), own != 0)
+        PER_BYTE: tl.constexpr = 8 // BITS
+        data = data.to(tl.pointer_type(tl.uint8))
+        data += tile_start(row, col // PER_BYTE, cols // PER_BYTE)
+        data += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
+        code = bytes_of(words, R, C // PER_BYTE)
+        if BITS == 8:
+            tl.store(data, code, mask)
+        else:
+            low, high = tl.split(tl.reshape(mask.to(tl.int32), (R, C // 2, 2)))
+            own = low * 0x0F | high * 0xF0
+            old = tl.load(data, (own == 0x0F) | (own == 0xF0), 0).to(tl.int32)
+            tl.store(data, ((code & own) | (old & (0xFF - own))).to(tl.uint8), own != 0)
 
 
 @triton.jit
@@ -83,21 +124,12 @@ def store_row_scales(
     scale, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
     """Store the scales of the square or rowwise blocks of a tile [TR, TC], one per block."""
-    B: tl.constexpr = F.block
-    if F.scale == "" or not (F.rowwise or F.square):
-        pass
-    elif F.square:
-        width = blocks_per_row(cols, F)
-        grid = storage.rowwise_scale + tile_start(row // B, col // B, width)
-        tl.store(grid + tile_offsets(width, (TR + B - 1) // B, TC // B), scale)
-    elif F.scale == "float32":
-        down = row + tl.arange(0, TR)[:, None]
-        grid = storage.rowwise_scale + tile_start(col // B, 0, (rows + 3) // 4 * 4)
-        tl.store(grid + down, scale, down < rows)
-    else:
-        width = (cols // B + 3) // 4 * 4
-        grid = storage.rowwise_scale + tile_start(row, col // B, width)
-        tl.store(grid + tile_offsets(width, TR, TC // B), scale)
+    if F.scale != "" and (F.rowwise or F.square):
+        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, TR, TC)
+        if F.square or F.scale != "float32":
+            tl.store(ptr, scale)
+        else:
+            tl.store(ptr, scale, row + tl.arange(0, TR)[:, None] < rows)
 
 
 @triton.jit
@@ -123,20 +155,19 @@ def store_column_scales(
 
 
 @triton.jit
-def store_gemm_scales(
-    part, row, col, rows, cols, gemm_scales, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Store the scales of a tile [TR, TC] in the swizzled layout of GEMMs."""
-    B: tl.constexpr = F.block
-    if F.rowwise:
-        scale = _for_rows(part.row_scale, F, TR)
-        store_swizzled(gemm_scales.rowwise, row, col // B, cols // B, scale, TR, TC // B)
-    if F.columnwise:
-        if F.square:
-            scale = _for_rows(tl.trans(part.row_scale), F, TC)
-        else:
-            scale = tl.trans(part.column_scale)
-        store_swizzled(gemm_scales.columnwise, col, row // B, rows // B, scale, TC, TR // B)
+def _store_swizzled(out, row, block, blocks, scale, R: tl.constexpr, C: tl.constexpr):
+    """Store scales (uint8 [R, C]) at (row, block) of a swizzled matrix; ``kernels/swizzle.py``.
+
+    ``blocks``: per row of the matrix. C is a power of two, and ``block`` a multiple of it. out:
+    aligned to 4 bytes.
+    """
+    i, j = row + tl.arange(0, R)[:, None], block + tl.arange(0, C)[None, :]
+    # Shifts take fewer registers than divisions, which handle negative numbers too.
+    tile = (i >> 7).to(tl.int64) * ((blocks + 3) >> 2) + (j >> 2)
+    offs = tile * 512 + ((i & 31) * 16 + ((i >> 5) & 3) * 4 + (j & 3))
+    # Up to four blocks of a row are adjacent and aligned, so the hint allows stores of whole words.
+    WORD: tl.constexpr = min(C, 4)
+    tl.store(out + tl.max_contiguous(tl.multiple_of(offs, (1, WORD)), (1, WORD)), scale)
 
 
 @triton.jit
@@ -151,12 +182,18 @@ def _for_rows(scale, F: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    part, row, col, rows, cols, mask, storage, gemm_scales, F: tl.constexpr, TR: tl.constexpr,
-    TC: tl.constexpr,
-):  # fmt: skip
+    part, row, col, rows, cols, mask, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
+):
     """Store codes and scales of a tile [TR, TC]; arguments as for :func:`store_codes`."""
     store_codes(part, row, col, rows, cols, mask, storage, F, TR, TC)
     store_row_scales(part.row_scale, row, col, rows, cols, storage, F, TR, TC)
     store_column_scales(part.column_scale, row, col, rows, cols, storage, F, TR, TC)
     if F.swizzled:
-        store_gemm_scales(part, row, col, rows, cols, gemm_scales, F, TR, TC)
+        B: tl.constexpr = F.block
+        if F.rowwise:
+            scale, out = _for_rows(part.row_scale, F, TR), storage.rowwise_gemm_scale
+            _store_swizzled(out, row, col // B, cols // B, scale, TR, TC // B)
+        if F.columnwise:
+            columns = part.row_scale if F.square else part.column_scale
+            scale, out = _for_rows(tl.trans(columns), F, TC), storage.columnwise_gemm_scale
+            _store_swizzled(out, col, row // B, rows // B, scale, TC, TR // B)

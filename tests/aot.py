@@ -100,7 +100,7 @@ def _compile(job: Job) -> Facts:
 
 
 def _opcodes(ptx: str) -> dict[str, int]:
-    # All but the assembly of kernels/tiles/update.py, which approximates and corrects.
+    # All but the assembly of kernels/adam.py, which approximates and corrects.
     # tests/kernels/test_update_quotient.py says whether that is exact.
     ptx = re.sub(r"\{ \.reg \.pred outside,.*?DONE: \}", "", ptx, flags=re.DOTALL)
     code = re.sub(r"//.*|^\s*\.(file|loc)\b.*", "", ptx, flags=re.MULTILINE)

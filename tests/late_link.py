@@ -66,15 +66,16 @@ class LateLink(offload.Link):
         self.sizes.append(nbytes)
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8, device="cpu")
 
-    def to_gpu(self, host: Tensor, staged: Tensor, after: Callable | None) -> None:
-        if after is not None:
-            after()
-        self.moved[0] += host.nbytes
-        staged.copy_(host)
+    def to_gpu(self, chunk: offload._Chunk) -> None:
+        if self._free[chunk.number] is not None:
+            self._free[chunk.number]()
+        self.moved[0] += chunk.nbytes
+        chunk.staged_block.copy_(chunk.block)
 
-    def to_host(self, staged: Tensor, host: Tensor) -> Callable:
-        self.moved[1] += host.nbytes
-        return self._out.add(lambda: host.copy_(staged))
+    def to_host(self, chunk: offload._Chunk) -> None:
+        self.moved[1] += chunk.nbytes
+        staged, host = chunk.staged_block, chunk.block
+        self._free[chunk.number] = self._out.add(lambda: host.copy_(staged))
 
     def wait(self) -> None:
         self._out.run()

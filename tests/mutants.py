@@ -620,7 +620,7 @@ class Judge:
         self.reached, self.times = record.reached()
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
         self.verdicts: list[dict[str, Any]] = results.get("verdicts", [])
-        survivors = {v["key"] for v in self.verdicts if v["verdict"] in ("survived", "timeout")}
+        survivors = {v["key"] for v in self.verdicts if v["verdict"] == "survived"}
         if options.again:
             self.verdicts = [each for each in self.verdicts if each["key"] not in survivors]
         self.spent = results.get("seconds", 0.0)
@@ -667,39 +667,28 @@ class Judge:
         finally:
             path.write_text(original)
 
-    def matrix_job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
-        """Run all tests, and those that fail without the mutant."""
-        begin, tests = time.monotonic(), self.chosen(mutant)
-        with self.mutated(mutant, folder):
-            end = yield self.run(folder, tests)
-        failed = failures(folder)
-        unknown = [test for test in failed if test not in self.passes]
-        if unknown:
-            yield self.run(folder, [t for t in tests if t.startswith(tuple(unknown))])
-            self.passes |= {test: test not in failures(folder) for test in unknown}
-        failed = [test for test in failed if self.passes[test]]
-        self.ran.update(map(function_of, tests))
-        end = "failed" if failed else "passed" if end == "failed" else end
-        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
-
     def job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
-        if self.options.matrix:
-            yield from self.matrix_job(mutant, folder)
-            return
-        begin = time.monotonic()
-        end, failed, tests = "failed", "", self.chosen(mutant)
-        while end == "failed" and not self.passes.get(failed):
-            tests = [
-                t for t in tests if self.passes.get(t, self.passes.get(t.split("::")[0], True))
-            ]
+        """Run tests until one fails, or all; those that fail without the mutant, too, go."""
+        begin, failed, end = time.monotonic(), [], "failed"
+        stops = () if self.options.matrix else ("-x",)
+        tests = [test for test in self.chosen(mutant) if self.passes.get(test, True)]
+        while end == "failed" and not failed and tests:
             with self.mutated(mutant, folder):
-                end = yield self.run(folder, tests, "-x")
-            if end == "failed":
-                failed = next(iter(failures(folder)), tests[0])
-                if failed not in self.passes:
-                    alone = [test for test in tests if test.startswith(failed)]
-                    self.passes[failed] = (yield self.run(folder, alone, "-x")) == "passed"
-        self.keep(mutant, end, [failed] if failed else [], len(tests), time.monotonic() - begin)
+                end = yield self.run(folder, tests, *stops)
+            failed = failures(folder)
+            unknown = tuple(test for test in failed if test not in self.passes)
+            if unknown:  # tests, or whole files
+                yield self.run(folder, [test for test in tests if test.startswith(unknown)])
+                bad = failures(folder)
+                self.passes |= {test: test not in bad for test in unknown}
+            wrong = tuple(test for test in failed if not self.passes[test])
+            failed = [test for test in failed if self.passes[test]]
+            if not wrong:
+                break
+            tests = [test for test in tests if not test.startswith(wrong)]
+        self.ran.update(map(function_of, tests))
+        end = "failed" if failed else "passed" if not tests else end
+        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
 
     def keep(
         self, mutant: Mutant, end: str, failed: list[str], n_tests: int, seconds: float
@@ -707,17 +696,10 @@ class Judge:
         verdict = {"passed": "survived", "failed": "killed"}.get(end, end)
         if verdict == "survived" and mutant.key in known_equivalents():
             verdict = "equivalent"
-        entry = dict(
-            key=mutant.key,
-            path=mutant.path,
-            line=mutant.lines[0],
-            before=mutant.before,
-            after=mutant.after,
-            verdict=verdict,
-            failed=failed,
-            tests=n_tests,
-            seconds=round(seconds, 1),
-        )
+        place = dict(key=mutant.key, path=mutant.path, line=mutant.lines[0])
+        text = dict(before=mutant.before, after=mutant.after)
+        found = dict(verdict=verdict, failed=failed, tests=n_tests, seconds=round(seconds, 1))
+        entry = {**place, **text, **found}
         self.verdicts.append(entry)
         self.write()
         print(f"{verdict:11}{mutant.path}:{mutant.lines[0]}  {mutant.after}", flush=True)

@@ -166,20 +166,21 @@ def test_markdown_and_pictures(measured):
 def scaled(tmp_path_factory):
     """A file of times on two processes, and of bits on one and on two, and on two replicas."""
     path = tmp_path_factory.mktemp("scaling") / "new" / "scaling.json"
-    for processes, *options in (
-        (2, "--repeats", 1),
-        (None, "--exact", 3),
-        (2, "--exact", 3),
-        (2, "--exact", 3, "--ddp", "--only", "FusedAdam;NVFP4"),
+    names = "masters;=FP4Adam, NVFP4;=FP4Adam, MXFP8;=FP4Adam, Float8Block"
+    for processes, only, *options in (
+        (2, f"{names};=FP4Adam, Float8, quantized matmuls", "--repeats", 1),
+        (None, names, "--exact", 3),
+        (2, names, "--exact", 3),
+        (2, "FP32 masters;NVFP4", "--exact", 3, "--ddp"),
     ):
-        common = ("--device", "cpu", "--layers", 1, "--out", path)
+        common = ("--device", "cpu", "--layers", 1, "--out", path, "--only", only)
         run("scaling.py", *common, *options, processes=processes)
     return path, [run["results"] for run in json.loads(path.read_text())["runs"]]
 
 
 def test_bytes_between_processes(scaled):
     rows = scaled[1][0]
-    assert len(rows) == 5
+    assert len(rows) == 6
     for row in rows:
         assert row["processes"] == 2
         assert row["step_ms"] > 0
@@ -193,7 +194,8 @@ def test_bytes_between_processes(scaled):
     assert rows[0]["forward_all_gather_MB"] == rows[0]["parameters"] * 2 / 2 / 1e6
     # In Float8Block, 384 rows on two processes cut a block of 128.
     reducing = [row["name"] for row in rows if "reduce_ms" in row]
-    assert reducing == ["FP4Adam, NVFP4", "FP4Adam, Float8Block"]
+    names = "NVFP4", "Float8Block", "Float8, quantized matmuls"
+    assert reducing == [f"FP4Adam, {name}" for name in names]
 
 
 def test_bits_do_not_depend_on_the_number_of_processes(scaled):

@@ -3,9 +3,9 @@
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,24 +14,28 @@ from torch.optim import Optimizer
 
 from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG, Entry
-from fp4adam.checkpoints.layouts import find_layout, hf_quant_config
-from fp4adam.checkpoints.model_state import module_names, plain_name, spans_of
-from fp4adam.checkpoints.trained import (
-    Trained,
-    gathered,
-    plain_entries,
-    stored_spans,
-    tensors_of,
+from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout, find_layout, hf_quant_config
+from fp4adam.checkpoints.model_state import (
+    Span,
+    model_state,
+    module_names,
+    spans_of,
+    unquantized_modules,
+    unwrapped,
 )
-from fp4adam.distributed.dtensor import is_dtensor, like, local
+from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
+from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.formats.scale_groups import fused_layer
+from fp4adam.nn.candidates import check_module
 from fp4adam.optim.fused_adam import FusedAdam
 from fp4adam.optim.state_dict import current_masters
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
+from fp4adam.tensors.rows import is_whole_blocks
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
+Rows = tuple[int, int] | None  # the first and the one behind the last; None for all
 
 
 def export_checkpoint(
@@ -78,11 +82,9 @@ def export_checkpoint(
         max_shard_bytes: The most that one file holds, unless a single weight is larger.
 
     Raises:
-        ImportError: Without safetensors.
         ValueError: If the layout is unknown or cannot hold the weights, weights are not finite, or
             the model has adapters of PEFT.
-        FileExistsError: If ``folder`` holds a checkpoint already, or a ``config.json``, or gets one
-            from another process meanwhile.
+        FileExistsError: If ``folder`` holds a checkpoint or a ``config.json`` already.
         OSError: If the files cannot be written, for example because the disk is full.
         NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
 
@@ -94,15 +96,19 @@ def export_checkpoint(
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
-    _check_size(max_shard_bytes)
-    for text in _misreadings(trained):
+    found = {name: weight._amax for name, weight in trained.quantized.items()}
+    amaxes = {name: amax.item() for name, amax in found.items() if amax is not None}
+    for text in _misreadings(trained, amaxes):
         warnings.warn(text, stacklevel=2)
-    excluded, stacked = _unquantized_modules(trained.model, module_names(trained.spans))
+    excluded, stacked = unquantized_modules(trained.model, module_names(trained.spans))
     described = trained.layout.describe(trained.encoding, excluded, stacked)
     documents[CONFIG]["quantization_config"] = {"quant_method": layout, **described}
     if layout == "modelopt":
         documents[HF_QUANT_CONFIG] = hf_quant_config(trained.encoding, excluded)
-    _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights)
+    # The layout's rounded scale does not determine the last bit of the amax.
+    stored = [(name, span.name) for name, span in trained.spans.items() if span.name in amaxes]
+    header = {f"{name}.amax": amaxes[weight].hex() for name, weight in stored}
+    _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights, header)
 
 
 def export_tensors(
@@ -111,27 +117,17 @@ def export_tensors(
     """The tensors that :func:`export_checkpoint` writes, on the model's device, without files.
 
     They refill an engine that serves the model while it is trained, for example to sample in
-    reinforcement learning: its loader takes the names of a checkpoint. Codes and block scales are
-    the trained bytes: an NVFP4 weight takes 0.5625 bytes, and nothing is rounded again.
+    reinforcement learning: its loader takes the names of a checkpoint.
 
     Tensors are made one weight at a time. Codes and weights in high precision are the model's own
     memory: copy or send them before the next step, and do not write to them. Scales and what is
     gathered are new. With ``fully_shard``, a weight is gathered when its turn comes, in the same
     order on all ranks, and every rank gets it: each has to go through the iterator to its end.
 
-    Args:
-        model: As for :func:`export_checkpoint`.
-        layout: As for :func:`export_checkpoint`.
-
-    Returns:
-        An iterator of names and tensors. The model is checked before it is returned.
-
-    Raises:
-        ValueError: If the layout is unknown, or cannot hold the model.
-        NotImplementedError: For weights that are sharded in another way than by ``fully_shard``.
+    Arguments and errors are those of :func:`export_checkpoint`; the model is checked at once.
     """
     trained = Trained.of(model, find_layout(layout))
-    return (item for entry in trained.entries() for item in entry.tensors.items())
+    return (item for entry in trained.entries() for item in entry.items())
 
 
 def export_masters(
@@ -145,25 +141,17 @@ def export_masters(
 ) -> None:
     """Write a model in high precision, its parameters rounded once from their master weights.
 
-    The parameters themselves are read, not what hooks of the state dict make of them, such as those
-    of :func:`fp4adam.use_plain_state_dict`.
-
-    A parameter that has no master in the optimizer, or that something else has overwritten since,
-    is written as it is, or, if it is quantized, as the value that its master would start from.
+    The parameters themselves are read, not what hooks of the state dict make of them. One that has
+    no master in the optimizer, or that something else has overwritten since, is written as it is,
+    or, if it is quantized, as the value that its master would start from.
 
     Args:
         model: Any model; sharded ones as for :func:`export_checkpoint`.
-        optimizer: Its optimizer.
-        folder: As for :func:`export_checkpoint`, as are ``config`` and ``max_shard_bytes``.
+        optimizer: Its optimizer; TypeError if it is none.
+        folder: As for :func:`export_checkpoint`, as are ``config``, ``max_shard_bytes`` and errors.
         dtype: The dtype of all floating-point parameters: float32, bfloat16 or float16.
-
-    Raises:
-        TypeError: If ``dtype`` is another one, or model or optimizer is not one.
-        ValueError: If the model has adapters of PEFT.
-        FileExistsError, OSError, NotImplementedError: As :func:`export_checkpoint`.
     """
     check_dtype("dtype", dtype)
-    _check_size(max_shard_bytes)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be the one that trains the model, got {type(optimizer).__name__}; "
@@ -193,22 +181,212 @@ def export_masters(
             yield from plain_entries(whole, stored[name])
 
     documents = _documents_of(model, config, dtype)
-    _write(folder, entries(), documents, max_shard_bytes, weights)
+    _write(folder, entries(), documents, max_shard_bytes, weights, {})
 
 
-def _misreadings(trained: Trained) -> Iterator[str]:
+class Trained(NamedTuple):
+    """A model, without wrappers, that a layout can hold.
+
+    Attributes:
+        weights: All tensors by the first of their names, sharded ones as DTensors.
+        quantized: Of these the quantized ones, a shard where they are sharded.
+        encoding: How the layout stores the quantized ones.
+        spans: What a checkpoint stores, by its names: stacked experts one by one.
+    """
+
+    model: nn.Module
+    weights: dict[str, Tensor]
+    quantized: dict[str, QuantizedTensor]
+    layout: Layout
+    encoding: Encoding
+    spans: dict[str, Span]
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout) -> "Trained":
+        """Check that ``layout`` can hold a model; raises ValueError if not."""
+        model, weights = tensors_of(model)
+        shards = {name: local(weight) for name, weight in weights.items()}
+        quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
+        encoding = _encoding_for(layout, quantized)
+        linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+        spans = spans_of(model, weights)
+        for span in spans.values():
+            if span.name in quantized:
+                is_linear = id(weights[span.name]) in linear
+                _check_span(span, quantized[span.name], is_linear, layout, encoding)
+        return cls(model, weights, quantized, layout, encoding, spans)
+
+    def entries(self) -> Iterator[Entry]:
+        """What each weight is stored as, on its device; gathers one after the other."""
+        stored = stored_spans(self.spans)
+        for name, weight in self.weights.items():
+            whole = gathered(weight)
+            if isinstance(whole, QuantizedTensor):
+                yield from self._quantized_entries(name, whole, stored[name])
+            else:
+                yield from plain_entries(whole, stored[name])
+
+    def _quantized_entries(
+        self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
+    ) -> Iterator[Entry]:
+        try:
+            cols = weight.shape[-1]
+            matrix = weight._alias((weight.numel() // cols, cols))
+            encoded = self.encoding.encode(matrix)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        for stored_name, rows in stored:
+            if self.layout.keeps_stacks:
+                tensors = self.encoding.of_stack(encoded, weight.shape, stored_name)
+            else:
+                parts = encoded if rows is None else self.encoding.cut(encoded, rows)
+                layer = stored_name.removesuffix("weight")
+                tensors = {layer + key: tensor for key, tensor in parts.items()}
+            yield tensors
+
+
+def stored_spans(spans: dict[str, Span]) -> dict[str, list[tuple[str, Rows]]]:
+    """Per tensor of a model: the names it is stored under, with the rows of each."""
+    stored = defaultdict(list)
+    for name, span in spans.items():
+        stored[span.name].append((name, span.rows))
+    return stored
+
+
+def plain_entries(whole: Tensor, stored: Iterable[tuple[str, Rows]]) -> Iterator[Entry]:
+    """What a plain tensor is stored as."""
+    for name, rows in stored:
+        yield {name: whole if rows is None else whole.flatten(0, 1)[slice(*rows)]}
+
+
+def tensors_of(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model without wrappers, and all of its tensors by the first of their names.
+
+    Raises TypeError or ValueError if it cannot be exported in any layout.
+    """
+    check_module(model)
+    model = unwrapped(model)
+    check_no_adapters(
+        model,
+        "exported",
+        "merge them first: model = model.merge_and_unload(), or save them alone with "
+        "save_pretrained",
+    )
+    names: dict[int, str] = {}
+    weights = {}
+    for name, value in model_state(model)[0].items():
+        first = names.setdefault(id(value), name)
+        if value.is_meta:
+            raise ValueError(
+                f"{name!r} must have a value to be exported, got one on the meta device; load the "
+                "weights first"
+            )
+        if first == name:
+            weights[name] = value
+        elif isinstance(local(value), QuantizedTensor):
+            raise ValueError(
+                f"{first!r} and {name!r} must be two weights, got one quantized weight with two "
+                "names, which readers do not know of; untie them: "
+                "layer.weight = nn.Parameter(layer.weight.detach().clone())"
+            )
+    return model, weights
+
+
+def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Encoding:
+    """How ``layout`` stores the quantized weights of a model."""
+    kinds = {type(weight.quantizer) for weight in quantized.values()}
+    encoding = next((e for e in layout.encodings if kinds == {e.quantizer_class}), None)
+    if encoding is None:
+        held, found = (
+            ", ".join(sorted(kind.tensor_class.__name__ for kind in those))
+            for those in ({e.quantizer_class for e in layout.encodings}, kinds)
+        )
+        others = [
+            x.name for x in LAYOUTS.values() for e in x.encodings if kinds == {e.quantizer_class}
+        ]
+        cure = f"use layout={' or '.join(map(repr, others))}"
+        if not others:
+            cure = "quantize all weights alike (quantize_model), or call export_masters"
+        raise ValueError(
+            f"model must have quantized weights of one format for layout {layout.name!r}, {held}, "
+            f"got {found or 'none'}; {cure}"
+        )
+    for name, weight in quantized.items():
+        if problem := encoding.refusal(weight.quantizer):
+            raise ValueError(
+                f"{name!r} must suit layout {layout.name!r}, got {weight.quantizer}; {problem}"
+            )
+    return encoding
+
+
+def _check_span(
+    span: Span, weight: QuantizedTensor, is_linear: bool, layout: Layout, encoding: Encoding
+) -> None:
+    """Raise ValueError unless ``layout`` can hold what is stored of a quantized weight."""
+    name, rows = span
+    if layout.keeps_stacks:
+        if rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
+            raise ValueError(
+                f"quantized weights must be whole stacks of experts for layout {layout.name!r}, as "
+                f"gpt-oss has them, got {name!r}; leave it in high precision (filter=...), or use "
+                "layout 'compressed-tensors'"
+            )
+        return
+    if rows is None and not is_linear:
+        raise ValueError(
+            f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
+            f"checkpoints hold one by one, got {name!r}; leave it in high precision (filter=...), "
+            "or write the values of training in high precision: dequantize_model(model), then "
+            "model.save_pretrained(folder); export_masters writes masters"
+        )
+    if rows is not None and any(row % encoding.block[0] for row in rows):
+        raise ValueError(
+            f"the weight of each expert must have a multiple of {encoding.block[0]} rows to be "
+            f"exported, got rows {rows[0]} to {rows[1]} of {name!r}, which share scales with "
+            "others; leave it in high precision (filter=...)"
+        )
+    if weight.global_spec is None and not is_whole_blocks(weight):
+        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
+    if not is_dtensor(weight):
+        return weight.detach()
+    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
+    if not sharded:
+        return shard
+    if not isinstance(shard, QuantizedTensor):
+        return weight.detach().full_tensor()
+    return gather_whole(weight)
+
+
+def check_no_adapters(model: nn.Module, purpose: str, advice: str) -> None:
+    """Raise ValueError for a model with the adapters of PEFT, whose names no reader knows."""
+    for name, module in model.named_modules():
+        # The models of PEFT have the one, the layers that it puts into others the other.
+        if hasattr(module, "merge_and_unload") or hasattr(module, "get_base_layer"):
+            raise ValueError(
+                f"model must be without adapters to be {purpose}, got a "
+                f"{type(module).__name__} at {name!r}; {advice}"
+            )
+
+
+def _misreadings(trained: Trained, amaxes: dict[str, float]) -> Iterator[str]:
     """What readers are known to misread without an error, each as the text of a warning."""
     encoding, is_theirs = trained.encoding, hasattr(trained.model, "from_pretrained")
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     partial = []
-    layers = [name.removesuffix(".weight") for name in trained.quantized]
-    for layer, (name, weight) in zip(layers, trained.quantized.items(), strict=True):
-        shape, (whole, parts) = trained.weights[name].shape, fused_layer(layer)
-        if weight.quantizer.layout.tensor_scale == "current" and whole is not None:
-            groups[whole][layer.rpartition(".")[2]] = weight._amax.item()
-        (rows, cols), (block_rows, block_cols) = shape[-2:], encoding.block
-        is_cut = rows % block_rows and (rows > block_rows or layer in parts[:-1])
-        partial += [layer] * bool(is_cut or (cols > block_cols and cols % block_cols))
+    block_rows, block_cols = encoding.block
+    for name in trained.quantized:
+        layer = name.removesuffix(".weight")
+        whole, parts = fused_layer(layer)
+        if name in amaxes and whole is not None:
+            groups[whole][layer.rpartition(".")[2]] = amaxes[name]
+        if block_rows > 1:
+            rows, cols = trained.weights[name].shape[-2:]
+            is_cut = rows % block_rows and (rows > block_rows or layer in parts[:-1])
+            partial += [layer] * bool(is_cut or (cols > block_cols and cols % block_cols))
     unequal = [name for name, amaxes in groups.items() if len({*amaxes.values()}) > 1]
     if unequal:
         yield (
@@ -224,44 +402,16 @@ def _misreadings(trained: Trained) -> Iterator[str]:
             "wrongly where it decodes them, without a GPU, and so does vLLM (0.32) where it fuses "
             "q, k and v or gate and up; pad them, or serve with another engine"
         )
-    if is_theirs and trained.layout.name == "modelopt" and encoding.bits == 8:
-        yield (
-            "layout 'modelopt' with MXFP8 should be read by an engine or by import_checkpoint, got "
-            "a model of transformers, whose from_pretrained (5.23) takes codes for weights and "
-            "leaves the scales out; for it, use layout 'compressed-tensors'"
-        )
     has_stacks = any(p.rows and p.name in trained.quantized for p in trained.spans.values())
     is_packed = encoding.format == "nvfp4-pack-quantized"
-    if is_theirs and has_stacks and is_packed:
+    is_8bit = trained.layout.name == "modelopt" and encoding.bits == 8
+    if is_theirs and (is_8bit or (has_stacks and is_packed)):
         yield (
-            "NVFP4 experts should be read by an engine or by import_checkpoint, got a model of "
-            "transformers, whose from_pretrained (5.23) leaves their tensor scales out; for it, "
-            "export Float8Block weights in the layout 'fp8'"
+            f"{'MXFP8 weights' if is_8bit else 'NVFP4 experts'} of layout {trained.layout.name!r} "
+            "should be read by an engine or by import_checkpoint, got a model of transformers, "
+            "whose from_pretrained (5.23) leaves scales out; for it, use "
+            f"""{"layout 'compressed-tensors'" if is_8bit else "Float8Block and layout 'fp8'"}"""
         )
-
-
-def _unquantized_modules(
-    model: nn.Module, stored_names: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    """Modules whose weights stay in high precision, and those of them with stacks of weights.
-
-    Each has its name in the model and, if it is another, the one in the checkpoint. They are the
-    modules that engines could take for quantized linear layers: linear layers, routers, stacked
-    experts; not embeddings, convolutions and modules that contain quantized ones.
-    """
-    excluded, stacked = [], []
-    for name, module in model.named_modules(remove_duplicate=False):
-        name = plain_name(f"{name}.").removesuffix(".")
-        own = [param for param in module._parameters.values() if param is not None]
-        is_other = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
-        if not name or is_other or not any(param.ndim > 1 for param in own):
-            continue
-        if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
-            names = dict.fromkeys((name, stored_names.get(name, name)))
-            excluded += names
-            if any(param.ndim > 2 for param in own):
-                stacked += names
-    return excluded, stacked
 
 
 def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -290,25 +440,23 @@ def _documents_of(model: nn.Module, config: Any, dtype: torch.dtype) -> dict[str
     return documents
 
 
-def _check_size(max_shard_bytes: int) -> None:
-    if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
-        raise ValueError(
-            f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
-            f"it at {MAX_SHARD_BYTES}"
-        )
-
-
 def _write(
     folder: str | Path,
     entries: Iterator[Entry],
     documents: dict[str, dict[str, Any]],
     max_shard_bytes: int,
     weights: dict[str, Tensor],
+    metadata: dict[str, str],
 ) -> None:
     """Write from the first rank, and raise on every one if that fails."""
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+        raise ValueError(
+            f"max_shard_bytes must be a positive number of bytes, got {max_shard_bytes!r}; leave "
+            f"it at {MAX_SHARD_BYTES}"
+        )
 
     def write() -> None:
-        checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes)
+        checkpoint_folder.write(Path(folder), entries, documents, max_shard_bytes, metadata)
 
     if not any(is_dtensor(weight) for weight in weights.values()):
         write()

@@ -6,8 +6,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +19,16 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # The dtypes of safetensors files by the names that headers have for them.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (64, 32, 16, 8)},
+    **{"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
     "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 
 
-class Entry(NamedTuple):
-    """Tensors that belong together by name, and what the header of a file says of them."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+Entry = dict[str, Tensor]  # tensors that belong together, by name
 
 
 def safetensors() -> Any:
@@ -128,6 +109,7 @@ def write(
     entries: Iterable[Entry],
     documents: dict[str, dict[str, Any]],
     max_shard_bytes: int,
+    metadata: dict[str, str],
 ) -> None:
     """Write a checkpoint: all files of it appear at the end, or none does.
 
@@ -136,12 +118,10 @@ def write(
         entries: All tensors, one shard of them in memory at a time.
         documents: JSON files by name, ``config.json`` among them: the last file to appear.
         max_shard_bytes: The most bytes of tensors in one file, unless a single entry is larger.
+        metadata: What the headers of all files say besides.
 
-    Raises:
-        FileExistsError: If something there, also from another process meanwhile, would be mixed
-            with the checkpoint, or overwritten.
-        ValueError: If two entries have a tensor of one name.
-        OSError: If the files cannot be written.
+    FileExistsError if something there, also from another process meanwhile, would be mixed with it
+    or overwritten; ValueError if two tensors have one name.
     """
     save_file = safetensors().torch.save_file
     with _new_files(folder, documents) as place:
@@ -150,23 +130,18 @@ def write(
         for count, shard in enumerate(_shards(entries, max_shard_bytes), 1):
             tensors: dict[str, Tensor] = {}
             addresses: set[int] = set()
-            metadata = {"format": "pt"}
-            for entry in shard:
-                for name, value in entry.tensors.items():
-                    if name in shard_numbers:
-                        raise ValueError(
-                            "tensors of a checkpoint must have different names, got two "
-                            f"{name!r}; rename the buffer or parameter that is called like a "
-                            "scale of a weight"
-                        )
-                    shard_numbers[name] = count
-                    # safetensors refuses tensors that share memory, such as a scale of all experts.
-                    is_shared = value.data_ptr() in addresses
-                    tensors[name] = value.clone() if is_shared else value
-                    addresses.add(value.data_ptr())
-                metadata |= entry.metadata
-                total += entry.nbytes
-            save_file(tensors, place / f"{count}", metadata)
+            for name, value in chain.from_iterable(entry.items() for entry in shard):
+                if name in shard_numbers:
+                    raise ValueError(
+                        f"tensors of a checkpoint must have different names, got two {name!r}; "
+                        "rename the buffer or parameter that is called like a scale of a weight"
+                    )
+                shard_numbers[name] = count
+                # safetensors refuses tensors that share memory, such as a scale of all experts.
+                tensors[name] = value.clone() if value.data_ptr() in addresses else value
+                addresses.add(value.data_ptr())
+                total += value.nbytes
+            save_file(tensors, place / f"{count}", {"format": "pt", **metadata})
         names = {1: ONE_FILE}
         if count > 1:
             names = {i: f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)}
@@ -182,11 +157,12 @@ def write(
 def _shards(entries: Iterable[Entry], max_shard_bytes: int) -> Iterator[list[Entry]]:
     shard: list[Entry] = []
     size = 0
-    for tensors, metadata in entries:
-        entry = Entry({name: x.cpu().contiguous() for name, x in tensors.items()}, metadata)
-        if shard and size + entry.nbytes > max_shard_bytes:
+    for tensors in entries:
+        entry = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        nbytes = sum(x.nbytes for x in entry.values())
+        if shard and size + nbytes > max_shard_bytes:
             yield shard
             shard, size = [], 0
         shard.append(entry)
-        size += entry.nbytes
+        size += nbytes
     yield shard

@@ -1,6 +1,5 @@
 """Import of quantized checkpoints, to continue training from."""
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -8,14 +7,12 @@ from torch import Tensor, nn
 
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding
 from fp4adam.checkpoints.model_state import (
-    ACTIVATION_SCALES,
-    CACHE_SCALES,
+    UNUSED_SCALES,
     model_state,
     spans_of,
     unwrapped,
 )
-from fp4adam.checkpoints.named_tensors import NamedTensors
-from fp4adam.checkpoints.reader import CheckpointReader, short
+from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors, short
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
@@ -76,19 +73,9 @@ def import_checkpoint(
         ValueError: If the layout is unknown, a file is damaged or lies outside of the folder, if
             names, shapes or scales do not fit the model, the layout or the quantizer.
         TypeError: If a dtype does not fit.
-        ImportError: If safetensors is not installed.
 
-    Warns:
-        UserWarning: If scales of the KV cache are left out.
-
-    Nothing has been changed when it raises, and Ctrl-C leaves the old model or the new one, but for
-    sharded tensors, which are written one by one.
+    Nothing has changed when it raises, but for sharded tensors, which are written one by one.
     """
-    if quantizer is not None and not isinstance(quantizer, Quantizer):
-        raise TypeError(
-            f"quantizer must be a Quantizer, got {type(quantizer).__name__}; leave it out, or pass "
-            "say NVFP4Quantizer() or Recipe(...).quantizer"
-        )
     check_module(model)
     if device is not None:
         device = torch.device(device)
@@ -129,7 +116,8 @@ class _Import:
         self.encoding = encoding_of(files)
         self.keys = [*self.encoding.shapes(0, 0)]
         self.files = NamedTensors(files, self.encoding, spans_of(self.model, self.state))
-        stored = self._without_unused_scales(self.files.names())
+        unused = {n for n in self.files.names() if n.rpartition(".")[2] in UNUSED_SCALES}
+        stored = self.files.names() - (unused - self.state.keys())
         self.layers = self._layers(stored)
         of_layers = {f"{layer}.{key}" for layer in self.layers for key in self.keys}
         self.plain = sorted(stored - of_layers - extra)
@@ -137,8 +125,10 @@ class _Import:
         for layer in self.layers:
             check_dtype(f"weight of layer {layer!r}", self.weight(layer).dtype)
             self.encoding.check(layer, self.files.shape_and_dtype, self.shape(layer))
+        first: dict[int, str] = {}
         for name in self.plain:
-            self._check_plain(name)
+            self._check_plain(name, first.setdefault(id(self.state[name]), name))
+        self.plain = [*first.values()]
         self.quantizer = self._quantizer(quantizer)
 
     def parameter_name(self, layer: str) -> str:
@@ -146,7 +136,6 @@ class _Import:
         return layer if layer in self.state else f"{layer}.weight"
 
     def weight(self, layer: str) -> nn.Parameter:
-        """The parameter of a layer."""
         return self.state[self.parameter_name(layer)]
 
     def shape(self, layer: str) -> tuple[int, ...]:
@@ -166,7 +155,8 @@ class _Import:
         for layer, param in new.items():
             check_attributes(layer, self.weight(layer), param)
             param.parameter_name = self.parameter_name(layer)
-        plain = self.plain_values()
+        here = [name for name in self.plain if not is_dtensor(self.state[name])]
+        plain = {name: self._plain_value(name) for name in here}
         transposed = {
             self.places[id(self.weight(n))][0] for n in new if self.shape(n) != self.weight(n).shape
         }
@@ -206,25 +196,11 @@ class _Import:
             if is_dtensor(old := self.state[name]):
                 old.copy_(_distributed(self._plain_value(name), old))
 
-    def _without_unused_scales(self, names: set[str]) -> set[str]:
-        """The names of the checkpoint without those of scales that the model does not have."""
-        others = names - self.state.keys()
-        cache = sorted(name for name in others if name.rpartition(".")[2] in CACHE_SCALES)
-        if cache:
-            warnings.warn(
-                "scales of the KV cache are left out, training does not quantize it: got "
-                f"{len(cache)} in the checkpoint, such as {cache[0]!r}",
-                stacklevel=4,
-            )
-        unused = ACTIVATION_SCALES | CACHE_SCALES
-        return names - {name for name in others if name.rpartition(".")[2] in unused}
-
     def _layers(self, stored: set[str]) -> list[str]:
         """The layers with quantized weights, found by any tensor of an encoding."""
         keys = {*self.keys} - {"weight"}
-        layers = sorted(
-            {layer for layer, _, key in (n.rpartition(".") for n in stored) if key in keys}
-        )
+        parts = (name.rpartition(".") for name in stored)
+        layers = sorted({layer for layer, _, key in parts if key in keys})
         for layer in layers:
             for key in self.keys:
                 if f"{layer}.{key}" not in stored:
@@ -257,11 +233,10 @@ class _Import:
                     f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
                     f"another module; build it from the checkpoint's config.json"
                 )
+            kind = type(getattr(local(weight), "quantizer", None))
             if not is_dtensor(weight):
                 check_weight(layer, weight)
-            elif not isinstance(
-                getattr(local(weight), "quantizer", None), self.encoding.quantizer_class
-            ):
+            elif not issubclass(kind, self.encoding.quantizer_class):
                 raise ValueError(
                     f"weight of layer {layer!r} must be quantized to {self.encoding.format} to be "
                     "written shard by shard, got another DTensor; import with device='meta' before "
@@ -274,8 +249,8 @@ class _Import:
                     "quantized in the checkpoint; untie them"
                 )
 
-    def _check_plain(self, name: str) -> None:
-        """Raise unless a tensor that is not quantized has the shape and dtype of the model's."""
+    def _check_plain(self, name: str, first: str) -> None:
+        """Raise unless a tensor that is not quantized is as the model's, called ``first`` there."""
         old, (shape, dtype) = self.state[name], self.files.shape_and_dtype(name)
         expected = tuple(old.shape)
         if self.files.is_stack(name):
@@ -295,6 +270,11 @@ class _Import:
                 f"{name!r} must be {old.dtype}, got {dtype} without a scale; the checkpoint is "
                 "damaged"
             )
+        if name != first and not torch.equal(*(self._plain_value(n) for n in (name, first))):
+            raise ValueError(
+                f"{first!r} and {name!r} must be equal in the checkpoint, since the model ties "
+                "them, got two values; untie them (tie_word_embeddings=False)"
+            )
 
     def _quantizer(self, chosen: Quantizer | None) -> Quantizer:
         kind = self.encoding.quantizer_class
@@ -303,7 +283,9 @@ class _Import:
             scales = (self.files.read(f"{layer}.{scale}") for layer in self.layers)
             return self.encoding.quantizer_for(scales)
         fits = isinstance(chosen, kind)
-        problem = self.encoding.refusal(chosen) if fits else "leave it out"
+        problem = (
+            self.encoding.refusal(chosen) if fits else "leave it out, or pass Recipe(...).quantizer"
+        )
         if problem:
             raise ValueError(
                 f"quantizer must be a {kind.__name__} that {self.encoding.format!r} suits, got "
@@ -325,33 +307,11 @@ class _Import:
         if device.type == "meta":
             return quantizer.make_empty(self.shape(layer), old.dtype, device)
         stored = {key: self.files.read(f"{layer}.{key}", device) for key in self.keys}
-        amax = self.files.metadata.get(f"{layer}.weight.amax")
+        amax = self.files.amax(layer, device)
         try:
-            amax = None if amax is None else torch.tensor(float.fromhex(amax), device=device)
             return self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
-        except (ValueError, OverflowError) as error:
+        except ValueError as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
-
-    def plain_values(self) -> dict[str, Tensor]:
-        """The values of everything that is not quantized, in the dtypes of the model."""
-        values: dict[str, Tensor] = {}
-        first: dict[int, str] = {}
-        for name in self.plain:
-            old = self.state[name]
-            other = first.setdefault(id(old), name)
-            if self._home(old).type == "meta" or (is_dtensor(old) and other == name):
-                continue
-            value = self._plain_value(name)
-            if other == name:
-                values[name] = value
-            elif not torch.equal(
-                values[other] if other in values else self._plain_value(other), value
-            ):
-                raise ValueError(
-                    f"{other!r} and {name!r} must be equal in the checkpoint, since the model ties "
-                    "them, got two values; untie them (tie_word_embeddings=False)"
-                )
-        return values
 
     def _plain_value(self, name: str) -> Tensor:
         """The value of a tensor that is not quantized, in the dtype of the model."""
@@ -369,8 +329,7 @@ def _distributed(whole: Tensor, target: Tensor) -> Tensor:
 def _modules_to_fill(model: nn.Module) -> list[nn.Module]:
     """Modules with buffers on the meta device that no checkpoint has, such as rotary frequencies.
 
-    Raises:
-        ValueError: If the model, which is not one of transformers, cannot compute them.
+    ValueError if the model, which is not one of transformers, cannot compute them.
     """
     found = {
         f"{prefix}.{name}".removeprefix("."): module
@@ -401,17 +360,13 @@ def encoding_of(files: CheckpointReader) -> Encoding:
     config = files.config.get("quantization_config")
     if config is None and isinstance(files.hf_quant_config.get("quantization"), dict):
         config = {"quant_method": "modelopt"}
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"config.json in {str(files.folder)!r} must have a quantization_config, got none; "
-            "load weights in high precision with load_state_dict"
-        )
-    method = config.get("quant_method")
+    method = config.get("quant_method") if isinstance(config, dict) else None
     layout = LAYOUTS.get(method) if isinstance(method, str) else None
     if layout is None:
         raise ValueError(
-            f"quant_method must be one of {', '.join(LAYOUTS)} to be imported, got "
-            f"{short(method)}; load the checkpoint decoded, and call quantize_model"
+            f"quant_method must be one of {', '.join(LAYOUTS)}, in the quantization_config of "
+            f"config.json in {str(files.folder)!r}, got {short(method)}; load the checkpoint "
+            "decoded, and call quantize_model"
         )
     for encoding in layout.encodings:
         if encoding.is_in(files.names(), files.dtype):

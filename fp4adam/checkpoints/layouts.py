@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fp4adam.formats import minifloat, nvfp4
+from fp4adam.formats import nvfp4
 from fp4adam.formats.float8_block import BLOCK as FLOAT8_BLOCK
 from fp4adam.formats.float8_block import Float8BlockQuantizer
 from fp4adam.formats.mx import BLOCK as MX_BLOCK
@@ -30,11 +30,6 @@ from fp4adam.tensors.transpose import build_columnwise
 E4M3 = torch.float8_e4m3fn
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Names = Sequence[str]
-# Everything that a block of NVFP4 can hold, but for signs: codes, and scales up to 448.
-_CODES = torch.arange(8, dtype=torch.uint8, device="cpu")[None]
-_SCALES = torch.arange(0x7F, dtype=torch.uint8, device="cpu")[:, None]
-_MAGNITUDES = minifloat.unpack_e2m1(minifloat.pack_e2m1(_CODES))  # [1, 8]
-_BLOCK_SCALES = minifloat.e4m3_value(_SCALES)  # [127, 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +40,7 @@ class Encoding:
         format: The layout's name for it.
         codes: Name of the tensor of codes.
         scale: Name of the tensor of block scales.
-        stacked: What the names of whole stacks of experts end in, by the names of tensors; empty if
-            the layout has none.
+        stacked: What the names of whole stacks of experts end in, by the names of tensors.
     """
 
     format: str
@@ -117,15 +111,9 @@ class Encoding:
         return False
 
     def check(
-        self,
-        layer: str,
-        found: Callable[[str], tuple[Sequence[int], Any]],
-        shape: Sequence[int],
+        self, layer: str, found: Callable[[str], tuple[Sequence[int], Any]], shape: Sequence[int]
     ) -> None:
-        """Raise ValueError or TypeError unless :meth:`wrap` takes the shapes and dtypes.
-
-        ``found``: Shape and dtype of a tensor, given its full name; of a stack, as one matrix.
-        """
+        """Raise ValueError or TypeError unless :meth:`wrap` takes what is ``found`` by name."""
         dtypes = self.dtypes()
         for key, (expected, _) in self.shapes(*flat_shape(tuple(shape))).items():
             name = f"{layer}.{key}"
@@ -161,11 +149,9 @@ class Encoding:
             stored: As :meth:`encode` returns it, with any of ``scale_dtypes``, on one device.
             shape: Shape of the tensor; a stack of matrices is stored as one matrix.
             dtype: Its nominal dtype.
-            quantizer: Its quantizer. What it keeps besides is derived, in new memory.
+            quantizer: Its quantizer. What it keeps besides is derived, in new memory; ValueError if
+                it does not suit the scales, or these are invalid.
             amax: Its amax, if known more exactly than from the stored scale.
-
-        Raises:
-            ValueError: If scales are invalid, or the quantizer does not suit them.
         """
         codes, scale = stored[self.codes], self._scales(stored[self.scale])
         inner = {"rowwise_data": codes.view(torch.uint8)}
@@ -179,16 +165,16 @@ class Encoding:
             inner["block_scale_inv"] = scale[::side].contiguous()
         else:
             inner["rowwise_scale_inv" if self.block[0] == 1 else "block_scale_inv"] = scale
-        inner |= self._tensor_scales(stored, quantizer, amax)
+        inner |= self._tensor_scales(stored, amax)
         whole = {}
         for name, (size, kind) in quantizer.layout.shapes(*flat_shape(tuple(shape))).items():
             given = inner.get(name)
-            if given is not None and given.shape == size and given.is_contiguous():
-                whole[name] = given.to(codes.device)
-                continue
-            whole[name] = torch.zeros(size, dtype=kind, device=codes.device)
-            if given is not None:  # without padding
-                whole[name][tuple(map(slice, given.shape))] = given
+            if given is None or given.shape != size or not given.is_contiguous():
+                whole[name] = torch.zeros(size, dtype=kind, device=codes.device)
+                if given is not None:  # without padding
+                    whole[name][tuple(map(slice, given.shape))] = given
+            else:
+                whole[name] = given
         out = quantizer.tensor_class(tuple(shape), dtype, quantizer, Storage.of(whole))
         if quantizer.layout.is_square:
             build_columnwise([out])
@@ -203,9 +189,7 @@ class Encoding:
         _check_scales(self.scale, scale < 255, scale)
         return scale
 
-    def _tensor_scales(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _tensor_scales(self, stored: dict[str, Tensor], amax: Tensor | None) -> dict[str, Tensor]:
         """The inner tensors that formats with one scale for a tensor have besides."""
         return {}
 
@@ -223,8 +207,7 @@ class NVFP4Encoding(Encoding):
 
     Args:
         tensor_scale: Name of the scale of the tensor.
-        divides: Whether values are divided by it rather than multiplied. For an amax that maps to a
-            block scale of 448 it is 2688 / amax or amax / 2688.
+        divides: True if values are divided by it, which is 2688 / amax; else it is amax / 2688.
     """
 
     tensor_scale: str = "weight_scale_2"
@@ -239,40 +222,17 @@ class NVFP4Encoding(Encoding):
         return {**super().shapes(rows, cols), self.tensor_scale: (shape, torch.float32)}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        shape, _ = self.shapes(*weight.shape)[self.tensor_scale]
-        scale = self._scale_of(weight).reshape(shape).to(weight.device)
-        return {**super().encode(weight), self.tensor_scale: scale}
-
-    def _scale_of(self, weight: QuantizedTensor) -> Tensor:
-        """A tensor scale with which readers decode every code to the same BF16 value.
-
-        They multiply in another order. With the nearest scale, one tensor in ten thousand would
-        have a value that rounds to another BF16 number; a neighboring scale is taken then. For 2
-        in 128 amaxes that are BF16 numbers themselves, values lie halfway between two BF16 numbers
-        and no scale will do: some of them become the other one with any.
-        """
-        amax = weight._amax.cpu()
-        if amax == 0:
-            return torch.ones(1)  # all codes and block scales are zero
-        expected = (_MAGNITUDES * nvfp4.decode_factors(_BLOCK_SCALES, amax)).bfloat16()
-        value = torch.full_like(amax, weight.quantizer.largest_value)
-        value = value / amax if self.divides else amax / value
-        fewest, best = expected.numel(), None
-        for steps in (0, 1, -1, 2, -2, 3, -3):
-            near = (value.view(torch.int32) + steps).view(torch.float32)
-            factor = _BLOCK_SCALES / near if self.divides else _BLOCK_SCALES * near
-            actual = (_MAGNITUDES * factor).bfloat16()
-            others = int((actual != expected).sum())
-            if not others:
-                return near
-            if others < fewest and torch.allclose(actual, expected, rtol=2**-7, atol=0):
-                fewest, best = others, near
-        if best is not None:
-            return best
-        raise ValueError(
-            f"amax must be finite and at least 1e-35 for {self.format}, got {amax.item()}; the "
-            "weight has overflowed or vanished: export a healthy one"
-        )
+        shape, _ = self.shapes(0, 0)[self.tensor_scale]
+        amax = weight._amax
+        ratio = torch.full_like(amax, weight.quantizer.largest_value)
+        scale = ratio / amax if self.divides else amax / ratio
+        scale = torch.where(amax == 0, 1.0, scale)  # all codes and block scales are zero
+        if not (scale.isfinite() & (scale > 0)):
+            raise ValueError(
+                f"amax must be finite and at least 1e-35 for {self.format}, got {amax.item()}; the "
+                "weight has overflowed or vanished: export a healthy one"
+            )
+        return {**super().encode(weight), self.tensor_scale: scale.reshape(shape)}
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
@@ -284,19 +244,16 @@ class NVFP4Encoding(Encoding):
         _check_scales(self.scale, scale <= 0x7E, stored)
         return scale
 
-    def _tensor_scales(
-        self, stored: dict[str, Tensor], quantizer: Quantizer, amax: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _tensor_scales(self, stored: dict[str, Tensor], amax: Tensor | None) -> dict[str, Tensor]:
         factor = stored[self.tensor_scale].reshape(1)
         _check_scales(self.tensor_scale, factor.isfinite() & (factor > 0), factor)
         ratio = torch.full_like(factor, NVFP4Quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
-        # The scale may have been changed without the header.
-        is_its = amax is not None and (
-            (amax == 0 and not stored[self.scale].view(torch.uint8).any())
-            or torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
-        )
-        return {"amax": amax.reshape(1).to(rounded) if is_its else rounded}
+        if amax is not None:  # the scale may have been changed without the header
+            is_zero = (amax == 0) & (stored[self.scale].view(torch.uint8) == 0).all()
+            is_its = is_zero | torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
+            rounded = torch.where(is_its, amax.to(rounded), rounded)
+        return {"amax": rounded}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,11 +273,7 @@ class MXFP8Encoding(Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4Encoding(Encoding):
-    """Packed E2M1 codes and E8M0 scales of 1x32 blocks.
-
-    Args:
-        rounding: How the layout's own quantizers round scales.
-    """
+    """Packed E2M1 codes and E8M0 scales of 1x32 blocks; its own quantizers round them so."""
 
     codes: str = "weight_packed"
     rounding: Literal["floor", "even", "up"] = "even"
@@ -396,11 +349,6 @@ class Layout:
     describe: Callable[[Encoding, Names, Names], dict[str, Any]]
     decoded_dtype: torch.dtype | None = None
     keeps_stacks: bool = False
-
-    def encoding_of(self, quantizer: Quantizer) -> Encoding | None:
-        """How it stores weights of a format; None if it has none for it."""
-        fitting = (e for e in self.encodings if e.quantizer_class is type(quantizer))
-        return next(fitting, None)
 
 
 def _describe_compressed_tensors(

@@ -15,15 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp4adam.distributed.dtensor import local
 from fp4adam.nn.candidates import is_stack
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
-# Last parts of the names of tensors that quantization of activations and of the KV cache needs.
-ACTIVATION_SCALES = frozenset(("input_scale", "input_global_scale", "activation_scale"))
-CACHE_SCALES = frozenset(("k_scale", "v_scale"))
-
-
-# Each weight of a stack is numbered in so many parts; two could not tell [gate, up] from rows that
-# alternate.
+# Last parts of the names of scales of activations and of the KV cache, which no training has.
+UNUSED_SCALES = {"input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale"}
+# Each weight of a stack is numbered in so many parts: two could be rows that alternate.
 PARTS = 4
 _BASE = 2**32
 
@@ -39,9 +37,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
         buffers themselves, and any other entries; the names of these, which hooks and
         ``get_extra_state`` add.
 
-    Raises:
-        TypeError: If the state dict holds anything but tensors.
-        ValueError: If a hook replaces a parameter by an entry of another name and value.
+    Raises TypeError or ValueError if one is no tensor, or would take the place of a parameter.
     """
     own = {
         plain_name(f"{prefix}.{name}" if prefix else name): value
@@ -65,11 +61,8 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
             extra.add(name)
         tensors[name] = value if member is None else member
     found = {id(value) for value in tensors.values()}
-    lost = [
-        name
-        for name, value in own.items()
-        if isinstance(value, nn.Parameter) and id(value) not in found
-    ]
+    parameters = {n: value for n, value in own.items() if isinstance(value, nn.Parameter)}
+    lost = [name for name, value in parameters.items() if id(value) not in found]
     if lost and extra:
         raise ValueError(
             f"state_dict() of the model must have its parameter {lost[0]!r}, got {min(extra)!r} "
@@ -111,14 +104,8 @@ def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
     Of models without stacked experts, and of stacks that transformers stores as they are, these are
     the names of the model. Stacks of modules that are not of transformers are stored as
     ``<module>.<number>.<projection>.weight``, ``gate_up_proj`` as ``gate_proj`` and ``up_proj``;
-    those [experts, in, out] (``is_transposed``) as they are.
-
-    Args:
-        model: Any module.
-        tensors: Its tensors, by all names in the order of its state dict.
-
-    Raises:
-        ValueError: If transformers stores a tensor in another way than by rows.
+    those [experts, in, out] (``is_transposed``) as they are. ValueError if transformers stores a
+    tensor in another way than by rows.
     """
     stacks = {
         plain_name(f"{prefix}.{key}" if prefix else key): module
@@ -206,3 +193,27 @@ def module_names(spans: dict[str, Span]) -> dict[str, str]:
         suffix = r"\.[^.]+$" if rows is None else r"\.\d+\.[^.]+\.[^.]+$"
         modules.setdefault(name.rpartition(".")[0], re.sub(suffix, "", stored))
     return modules
+
+
+def unquantized_modules(
+    model: nn.Module, stored_names: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Modules whose weights stay in high precision, and those of them with stacks of weights.
+
+    Each has its name in the model and, if it is another, the one in the checkpoint. They are the
+    modules that engines could take for quantized linear layers: linear layers, routers, stacked
+    experts; not embeddings, convolutions and modules that contain quantized ones.
+    """
+    excluded, stacked = [], []
+    for name, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(f"{name}.").removesuffix(".")
+        own = [param for param in module._parameters.values() if param is not None]
+        is_other = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        if not name or is_other or not any(param.ndim > 1 for param in own):
+            continue
+        if not any(isinstance(local(param), QuantizedTensor) for param in module.parameters()):
+            names = dict.fromkeys((name, stored_names.get(name, name)))
+            excluded += names
+            if any(param.ndim > 2 for param in own):
+                stacked += names
+    return excluded, stacked

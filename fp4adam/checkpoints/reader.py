@@ -6,6 +6,8 @@ opened, and nothing in it is run.
 
 import contextlib
 import json
+import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,16 @@ from fp4adam.checkpoints.folder import (
     ONE_FILE,
     safetensors,
 )
+from fp4adam.checkpoints.layouts import Encoding
+from fp4adam.checkpoints.model_state import Span
 
 
 class CheckpointReader(contextlib.ExitStack):
     """The tensors of a checkpoint, each read on request; a context manager.
 
-    Attributes:
-        folder: The folder.
-        config: The content of ``config.json``; empty if there is none, but the next one.
-        hf_quant_config: The content of ``hf_quant_config.json``; empty if there is none.
-        metadata: The headers of all files, merged.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is damaged, or lies outside of the folder.
-        ImportError: If safetensors is not installed.
+    ``config`` and ``hf_quant_config`` are the contents of these files, empty if there is only the
+    other one, ``metadata`` the headers of all files, merged. FileNotFoundError if a file is
+    missing, ValueError if one is damaged, or lies outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,12 +107,12 @@ def _path(folder: Path, name: str) -> Path:
             "itself if you trust it"
         )
     if not is_there:
-        advice = "pass the folder of a checkpoint" if name == CONFIG else "copy it as well"
-        raise FileNotFoundError(f"{str(folder / name)!r} must exist, got no such file; {advice}")
+        raise FileNotFoundError(
+            f"{str(folder / name)!r} must exist, got no such file; pass the folder of a checkpoint"
+        )
     if not path.is_file():
         raise ValueError(
-            f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device; "
-            "copy the checkpoint again"
+            f"{str(folder / name)!r} must be a regular file, got a folder, a pipe or a device"
         )
     return path
 
@@ -123,14 +120,10 @@ def _path(folder: Path, name: str) -> Path:
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of every tensor, by the index."""
     weight_map = _read_json(folder, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         raise ValueError(
-            f"{INDEX} must have a weight_map, an object, got {short(weight_map)}; the checkpoint "
-            "is damaged: copy it again"
-        )
-    if others := [file for file in weight_map.values() if not isinstance(file, str)]:
-        raise ValueError(
-            f"{INDEX} must name files, got {short(others[0])}; the checkpoint is damaged"
+            f"{INDEX} must have a weight_map, an object of names of files, got "
+            f"{short(weight_map)}; the checkpoint is damaged: copy it again"
         )
     return weight_map
 
@@ -162,3 +155,118 @@ def short(value: Any) -> str:
     """A value for an error message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class NamedTensors:
+    """The tensors of a checkpoint by the names of a model.
+
+    A stack of experts is read as one matrix, the rows of all experts one after the other. A
+    quantized one is named ``<stack>.<key>``, as if it were a linear layer. Names that the model
+    does not know stay as they are.
+
+    Args:
+        files: The open checkpoint.
+        encoding: How it stores quantized weights.
+        spans: What a checkpoint of the model holds, as from ``spans_of``; ValueError if one of its
+            stacks lacks a part, or parts of it are quantized and others are not.
+    """
+
+    def __init__(self, files: CheckpointReader, encoding: Encoding, spans: dict[str, Span]) -> None:
+        self._files = files
+        self._amaxes = {
+            span.name.removesuffix(".weight"): files.metadata.get(f"{stored}.amax")
+            for stored, span in spans.items()
+        }
+        self._parts: dict[str, list[str]] = {}
+        present = files.names()
+        self._whole_stacks = self._find_whole_stacks(present, encoding, spans)
+        keys = {*encoding.shapes(0, 0)}
+        layers = {stored.removesuffix(".weight"): span for stored, span in spans.items()}
+        # Of each stack: its tensors, by name and by the first row that each part has.
+        stacks: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+        for name in sorted(present):  # files list their tensors in no particular order
+            layer, _, key = name.rpartition(".")
+            is_quantized = key in keys and any(f"{layer}.{k}" in present for k in keys - {"weight"})
+            span = layers.get(layer) if is_quantized else spans.get(name)
+            target = name if span is None else span.name
+            if span is not None and is_quantized:
+                target = f"{span.name.removesuffix('.weight')}.{key}"
+            if span is None or span.rows is None:
+                self._parts[target] = [name]
+            else:
+                stacks[span.name][target][span.rows[0]] = name
+        for stack, tensors in stacks.items():
+            rows = {p.rows[0]: name for name, p in spans.items() if p.rows and p.name == stack}
+            for target, found in tensors.items():
+                if missing := sorted(rows.keys() - found.keys()):
+                    raise ValueError(
+                        f"the checkpoint must have all weights of the stack {stack!r} alike, got "
+                        f"{found[min(found)]!r} and none for {rows[missing[0]]!r}; it is damaged, "
+                        "or has experts in high precision, which a stack cannot mix"
+                    )
+                self._parts[target] = [found[row] for row in sorted(found)]
+
+    def _find_whole_stacks(
+        self, present: set[str], encoding: Encoding, spans: dict[str, Span]
+    ) -> set[str]:
+        """Take quantized stacks that are stored as they are out of ``present``."""
+        end, whole = encoding.stacked.get(encoding.scale, ""), set()
+        for name in [name for name in present if end and name.endswith(end)]:
+            stack = name.removesuffix(end)
+            stored = {key: stack + its_end for key, its_end in encoding.stacked.items()}
+            if not present >= {*stored.values()}:
+                continue
+            if all(len(self._files.shape(part)) > 2 for part in stored.values()):
+                present -= {*stored.values()}
+                target = spans[stack].name if stack in spans else stack
+                self._parts |= {f"{target}.{key}": [part] for key, part in stored.items()}
+                whole |= {f"{target}.{key}" for key in stored}
+        return whole
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self._parts}
+
+    def amax(self, layer: str, device: torch.device) -> Tensor | None:
+        """The amax of a layer in our own headers, more exact than its rounded scale."""
+        try:
+            return torch.tensor(float.fromhex(self._amaxes.get(layer) or "nan"), device=device)
+        except (ValueError, OverflowError):
+            return None
+
+    def is_stack(self, name: str) -> bool:
+        """True if a tensor is put together from those of experts."""
+        return len(self._parts[name]) > 1
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
+        """Those of a tensor, without reading it; ValueError if those of experts are different."""
+        first, *others = ((self._files.shape(x), self._files.dtype(x)) for x in self._parts[name])
+        if different := [other for other in others if other != first]:
+            raise ValueError(
+                f"tensors of experts must have one shape and dtype to be stacked, got {first} and "
+                f"{different[0]} in {name!r}; the checkpoint is damaged"
+            )
+        shape, dtype = first
+        if name in self._whole_stacks:
+            shape = shape[0] * shape[1], math.prod(shape[2:])
+        elif len(shape) > 1:
+            shape = shape[0] * len(self._parts[name]), *shape[1:]
+        return shape, dtype
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor; ValueError if experts have different values of what a stack has once."""
+        first, *others = (self._files.read(part, device) for part in self._parts[name])
+        if name in self._whole_stacks:
+            return first.flatten(0, 1).flatten(1)
+        if others and first.dim() > 1:
+            codes = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (first, *others)]
+            return torch.cat(codes).view(first.dtype)
+        for part, other in zip(self._parts[name][1:], others, strict=True):
+            if not torch.equal(other, first):
+                raise ValueError(
+                    "experts must have one tensor scale to be one stack, got "
+                    f"{first.tolist()} for {self._parts[name][0]!r} and {other.tolist()} for "
+                    f"{part!r}; build a model with one nn.Linear per expert and projection, or "
+                    "load the checkpoint decoded and call quantize_model, which rounds it again"
+                )
+        return first

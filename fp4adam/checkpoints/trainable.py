@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fp4adam.checkpoints.export import check_no_adapters
 from fp4adam.checkpoints.folder import CONFIG
 from fp4adam.checkpoints.import_checkpoint import import_checkpoint
-from fp4adam.checkpoints.trained import check_no_adapters
 from fp4adam.nn.candidates import check_module
 from fp4adam.nn.recipe import FormatName, Recipe, resolve_recipe
 from fp4adam.tensors.quantizer import Quantizer
@@ -32,9 +32,8 @@ def make_trainable(
         model = fp4adam.make_trainable(model)
         optimizer = fp4adam.FP4Adam(model.parameters(), lr=1e-5)
 
-    The files are read again, so it does not matter what transformers has made of them: without a
-    GPU it decodes most, others it swizzles. What has been changed in ``model`` since, hooks
-    included, does not go along. While both models exist, the memory is that of both.
+    The files are read again: it does not matter what transformers has made of them. What has been
+    changed in ``model`` since, hooks included, does not go along.
 
     Args:
         model: A model of transformers, on one device. It stays as it is.
@@ -49,9 +48,7 @@ def make_trainable(
 
     Raises:
         ValueError: If ``model`` is not one of transformers, has the adapters of PEFT, or lies on
-            several devices; as by ``import_checkpoint`` of its files.
-        FileNotFoundError: If they are not found.
-        TypeError: If ``model`` is not a module.
+            several devices. Other errors are those of ``import_checkpoint``.
     """
     check_module(model)
     check_no_adapters(model, "made trainable", "add them afterwards")
@@ -62,7 +59,7 @@ def make_trainable(
             "load it without offloading, and spread it afterwards, say by fully_shard"
         )
     quantizer = None if recipe is None else resolve_recipe(recipe)
-    if not (hasattr(model, "config") and hasattr(model, "_from_config")):
+    if not hasattr(model, "_from_config"):
         raise ValueError(
             f"model must be one of transformers to be built anew, got a {type(model).__name__}; "
             "import_checkpoint reads folders into any model"

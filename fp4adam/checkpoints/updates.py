@@ -4,14 +4,14 @@ import json
 import math
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fp4adam.checkpoints.export import Trained
 from fp4adam.checkpoints.layouts import find_layout
-from fp4adam.checkpoints.trained import Trained
 from fp4adam.distributed.dtensor import is_dtensor
 
 _UNIT = 16  # bytes that are compared and sent together
@@ -22,15 +22,10 @@ class UpdateLost(RuntimeError):
 
 
 class Change(NamedTuple):
-    """What an update says about a tensor of the engine.
+    """What an update says about a tensor of the engine, named as in checkpoints.
 
-    Attributes:
-        name: The name that a checkpoint has for it.
-        dtype: Its dtype, such as "uint8".
-        shape: Its shape.
-        positions: int32, the units of 16 bytes that have changed; None if it is sent whole. Units
-            are smaller where a tensor does not consist of 16 bytes each.
-        data: uint8, the bytes of these units.
+    ``positions``: int32, the units of 16 bytes that have changed, smaller ones where a tensor does
+    not consist of 16 bytes each; None if it is sent whole. ``data``: uint8, their bytes.
     """
 
     name: str
@@ -45,8 +40,7 @@ class WeightUpdate(NamedTuple):
 
     Attributes:
         id: A random number.
-        follows: That of the sender's update before; None for a full update, which any receiver can
-            apply.
+        follows: That of the update before; None for a full one, which any receiver can apply.
         changes: The tensors that have changed; all of them in a full update.
     """
 
@@ -65,12 +59,8 @@ class WeightUpdate(NamedTuple):
         return sum(x.nbytes for c in self.changes for x in (c.positions, c.data) if x is not None)
 
     def pack(self) -> Tensor:
-        """The update as one tensor to be sent: uint8, on the device of the weights.
-
-        The host reads all of it for its CRC-32.
-        """
-        counts = [-1 if c.positions is None else c.positions.numel() for c in self.changes]
-        listed = [(*c[:3], count) for c, count in zip(self.changes, counts, strict=True)]
+        """The update as one uint8 tensor on the device of the weights, with a CRC-32 of it."""
+        listed = [(*c[:3], -1 if c.positions is None else len(c.positions)) for c in self.changes]
         header = json.dumps([self.id, self.follows, listed]).encode()
         found = [c.positions.view(torch.uint8) for c in self.changes if c.positions is not None]
         tensors = [*found, *(c.data for c in self.changes)]
@@ -83,11 +73,7 @@ class WeightUpdate(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "WeightUpdate":
-        """The update that :meth:`pack` has made a tensor of.
-
-        Raises:
-            ValueError: If it is none, or has other bytes than were packed.
-        """
+        """The update that :meth:`pack` has made a tensor of; ValueError for other bytes."""
         crc, body = packed[:4], packed[4:]
         if packed.dtype != torch.uint8 or _bytes_of(crc) != _crc(body):
             raise ValueError(
@@ -99,7 +85,7 @@ class WeightUpdate(NamedTuple):
         counts = [count for *_, count in listed]
         sizes = [4 * count for count in counts if count >= 0]
         for _, dtype, shape, count in listed:
-            nbytes = _nbytes(dtype, shape)
+            nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
             sizes.append(nbytes if count < 0 else count * math.gcd(nbytes, _UNIT))
         parts = iter(body[begin:].split(sizes))
         # Copied, and so aligned.
@@ -109,10 +95,6 @@ class WeightUpdate(NamedTuple):
             for (name, dtype, shape, _), where in zip(listed, positions, strict=True)
         )
         return cls(number, follows, tuple(changes))
-
-
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -132,8 +114,7 @@ class WeightSender:
     ``WeightReceiver`` then has the very bytes of :func:`export_tensors`.
 
     Under ``fully_shard`` every rank makes a sender and calls :meth:`export_changes`: weights are
-    gathered one by one, and the first rank of their mesh compares and sends them. It alone keeps
-    bytes.
+    gathered one by one, and the first rank of their mesh alone keeps, compares and sends them.
 
     Args:
         model: As for :func:`export_tensors`.
@@ -141,9 +122,7 @@ class WeightSender:
         device: Where the bytes sent last are kept; by default with the weights. ``"cpu"`` leaves
             the memory of a GPU free, and takes the time of copies.
 
-    Raises:
-        ValueError: As by :func:`export_tensors`.
-        NotImplementedError: As by :func:`export_tensors`.
+    Errors are those of :func:`export_tensors`.
     """
 
     def __init__(
@@ -163,20 +142,18 @@ class WeightSender:
     def export_changes(self, full: bool = False) -> WeightUpdate | None:
         """What has changed since the last call; everything at the first one, and after an error.
 
-        Args:
-            full: Send everything, as after :class:`UpdateLost`.
-
-        Returns:
-            The update; None on all ranks but the first if weights are DTensors.
+        ``full=True`` sends everything, as after :class:`UpdateLost`. None is returned on all ranks
+        but the first if weights are DTensors.
         """
         trained = Trained.of(self._model, self._layout)
         structure = trained.encoding, trained.spans, {*trained.quantized}
         follows = self._id if structure == self._structure and not full else None
         if follows is None:
             self._sent.clear()
-        self._id, self._structure = None, structure
-        sends, changes = _is_first_rank(trained), []
-        for name, tensor in (i for entry in trained.entries() for i in entry.tensors.items()):
+        self._id, self._structure, changes = None, structure, []
+        meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
+        sends = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)  # on their first rank
+        for name, tensor in (i for entry in trained.entries() for i in entry.items()):
             if sends and (change := self._change(name, tensor)) is not None:
                 changes.append(change)
         if not sends:
@@ -199,12 +176,6 @@ class WeightSender:
             return None
         sent.copy_(raw)
         return Change(*key, positions.int(), units[positions].view(-1))
-
-
-def _is_first_rank(trained: Trained) -> bool:
-    """True on the rank that sends: the first one of the meshes of all weights."""
-    meshes = {weight.device_mesh for weight in trained.weights.values() if is_dtensor(weight)}
-    return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
 
 class WeightReceiver:
@@ -231,10 +202,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def apply(self, update: WeightUpdate) -> list[str]:
-        """Write an update to the tensors; nothing is written if it raises.
-
-        Returns:
-            The names of the tensors that it has written.
+        """Write an update to the tensors, and return their names; nothing is written if it raises.
 
         Raises:
             UpdateLost: If an update before this one is missing, or this one is not full and of

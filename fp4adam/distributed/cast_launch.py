@@ -11,8 +11,9 @@ from fp4adam.distributed.cast_span import CastSpan, Out
 from fp4adam.kernels import cast
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.launch import launch_all
-from fp4adam.kernels.launch.schema import CAST, table_row
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.kernels.launch.tile_lists import Region
+from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import gemm_scale_launches
 
@@ -45,15 +46,15 @@ class CastLaunches:
         device: torch.device,
     ) -> None:
         fields = [*map(_fields, spans, values, outs)]
-        self._table = table = tile_lists.table([table_row(CAST, **each) for each in fields], device)
+        self._table = table = tile_lists.table([table_row(**each) for each in fields], device)
         self._measures, self._writes = [], []
         for key, chunks in _chunks(spans, device):
             layout = key.quantizer.layout
             self._writes.append(cast.write_scales(table, chunks, layout, key.write_dtype))
         for (quantizer, *dtypes), tiles in _tiles(spans, values, fields, device):
             given = table, tiles, quantizer.layout, *dtypes
-            self._measures += cast.measure_spans(*given)
-            self._writes += cast.write_codes(*given)
+            self._measures += cast.write_spans(*given, measures=True)
+            self._writes += cast.write_spans(*given, measures=False)
         self._writes += gemm_scale_launches([one.weight for one in spans])
         histories: dict[Quantizer, list[CastSpan]] = defaultdict(list)
         for one in spans:
@@ -101,21 +102,26 @@ def _tiles(
     """By key, the tiles that spans fill, and the tiles that their boundaries or edges cut."""
     regions: dict[_Key, tuple[list[Region], list[Region]]] = {}
     for i, (one, value) in enumerate(zip(spans, values, strict=True)):
-        if one.span.numel:
+        if one.span.stop > one.span.start:
             lists = regions.setdefault(_Key(one.weight.quantizer, value.dtype, one.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
-    tile = {key: cast.span_tile(key.quantizer.layout) for key in regions}
+    tile = {key: _tile(key.quantizer.layout) for key in regions}
     return [
         (key, [tile_lists.tile_list(part, tile[key], device) for part in lists])
         for key, lists in regions.items()
     ]
 
 
+def _tile(layout: Layout) -> tuple[int, int]:
+    """Rows and columns of the tiles of spans."""
+    return cast.span_forms(layout)[0][:2]
+
+
 def _regions(i: int, one: CastSpan, row: dict[str, int]) -> tuple[list[Region], list[Region]]:
     """The regions for unmasked tiles, and the regions for masked tiles."""
     (_, cols), start, stop = one.span
-    height, width = cast.span_tile(one.layout)
+    height, width = _tile(one.layout)
     strip = height * cols
     top, bottom = start // strip * height, -(-stop // strip) * height
     inner_top, inner_bottom = -(-start // strip) * height, stop // strip * height

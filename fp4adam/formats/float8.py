@@ -82,7 +82,6 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     margin: int = 0
 
     tensor_class = Float8Tensor
-    name = "float8"
     kernels = True
     largest_value = minifloat.E4M3_MAX
 

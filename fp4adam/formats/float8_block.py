@@ -66,7 +66,6 @@ class Float8BlockQuantizer(Quantizer[Float8BlockTensor]):
     amax_epsilon: float = 0.0
 
     tensor_class = Float8BlockTensor
-    name = "float8_block"
     kernels = True
 
     def __post_init__(self) -> None:

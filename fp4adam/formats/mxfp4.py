@@ -45,7 +45,6 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
     scale_rounding: Literal["floor", "even", "up"] = "even"
 
     tensor_class = MXFP4Tensor
-    name = "mxfp4"
     kernels = True
 
     def __post_init__(self) -> None:

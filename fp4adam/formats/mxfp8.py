@@ -50,10 +50,6 @@ class MXFP8Quantizer(MXQuantizer[MXFP8Tensor]):
     tensor_class = MXFP8Tensor
     kernels = True
 
-    @property
-    def name(self) -> str:
-        return "mxfp8_2d" if self.two_dimensional else "mxfp8"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.two_dimensional and not self.rowwise:

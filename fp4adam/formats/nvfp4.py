@@ -60,7 +60,6 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     two_dimensional: bool = True
 
     tensor_class = NVFP4Tensor
-    name = "nvfp4"
     kernels = True
     largest_value = LARGEST
 

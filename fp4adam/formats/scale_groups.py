@@ -116,9 +116,7 @@ def resolve_scale_groups(
     return [group for group in groups if len(group) > 1]
 
 
-def lists_of_members(
-    scale_groups: Iterable[Iterable[str | Tensor]],
-) -> list[list[str | Tensor]]:
+def lists_of_members(scale_groups: Iterable[Iterable[str | Tensor]]) -> list[list[str | Tensor]]:
     """Convert groups given as iterables of members to lists; raises TypeError for anything else."""
     wrong = scale_groups
     if isinstance(scale_groups, Iterable) and not isinstance(scale_groups, str | Tensor):
@@ -143,9 +141,7 @@ def _check_named(names: Sequence[str] | None, what: str) -> None:
 
 
 def _check_member(
-    member: str | Tensor,
-    numbers: dict[str | Tensor, int],
-    quantizers: Sequence[Quantizer | None],
+    member: str | Tensor, numbers: dict[str | Tensor, int], quantizers: Sequence[Quantizer | None]
 ) -> None:
     if not isinstance(member, str | Tensor):
         raise TypeError(

@@ -92,8 +92,8 @@ class TensorAdapter:
         return None
 
     drop_columnwise: Callable[[Tensor], None] | None = None
-    """A method that drops columnwise codes which were transposed from rowwise ones that are new
-    now; called by :func:`fp4adam.fp8_utils.quantize_master_weights`, not by a step."""
+    """Drops columnwise codes that were transposed from rowwise ones, which are new now; optional,
+    for :func:`fp4adam.fp8_utils.quantize_master_weights`."""
 
 
 _ADAPTERS: dict[str, TensorAdapter] = {}

@@ -26,8 +26,6 @@ from fp4adam.tensors.rows import is_of as has_codes_of
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import read_gemm_scales
 
-ALIGNMENT = 16  # in bytes, of everything that kernels read and write
-
 
 class BorrowedTensor:
     """A quantized tensor that uses the memory of another package's tensor.
@@ -151,7 +149,7 @@ class BorrowedTensor:
     def _scale(self, name: str, own: Tensor, extent: tuple[int, int]) -> Tensor:
         """The scales of one direction: the field itself if it fits, else ``own`` and a copy."""
         field = self._field(name, own.dtype)
-        is_aligned = field.data_ptr() % ALIGNMENT == 0
+        is_aligned = field.data_ptr() % 16 == 0  # for kernels
         if field.shape == own.shape and field.is_contiguous() and is_aligned:
             return field
         if field.dim() == 2:
@@ -200,17 +198,13 @@ class BorrowedTensor:
         )
 
     def is_of(self, value: Tensor) -> bool:
-        """Whether the tensor has the codes of ``value``, a plain tensor, under its own scales.
-
-        Two encode scales may have one decode scale, so codes may be off by 1 then.
-        """
-        slack = int(self.per_tensor_scale is not None)
+        """Whether the tensor has the codes of ``value``, a plain tensor, under its own scales."""
+        slack = int(self.per_tensor_scale is not None)  # two encode scales may have this one
         return has_codes_of(self.tensor, value.to(self.tensor.device), slack)
 
     def value(self) -> Tensor:
         """The value that a master weight starts from, as a new float32 tensor."""
-        getter = getattr(self.source, "get_high_precision_init_val", None)
-        value = None if getter is None else getter()
+        value = getattr(self.source, "get_high_precision_init_val", lambda: None)()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value.detach()):
             value = self.adapter.dequantize(self.source)
@@ -220,8 +214,7 @@ class BorrowedTensor:
 
     def clear_high_precision_init_val(self) -> None:
         """Free the high-precision initial value."""
-        if hasattr(self.source, "clear_high_precision_init_val"):
-            self.source.clear_high_precision_init_val()
+        getattr(self.source, "clear_high_precision_init_val", lambda: None)()
 
     def is_on(self, source: Tensor) -> bool:
         """Whether this is on the memory of ``source``, in its dtype."""
@@ -271,13 +264,12 @@ def source_columns(
     for (names, tensors), which in alike.items():
         owners = [pairs[i][1] for i in which]
         read = attrgetter(*(prefix + name for name in ("dtype", *names)))
-        read_tensors = attrgetter(*(prefix + name for name in tensors))
-        found = [
-            Column(owners, source, same=True, versioned=True),
-            Column(owners, read, chained=True, same=True),
-            Column(owners, read_tensors, chained=len(tensors) > 1, versioned=True),
+        several = dict(chained=len(tensors) > 1, versioned=True)
+        columns += [
+            (Column(owners, source, same=True, versioned=True), which),
+            (Column(owners, read, chained=True, same=True), which),
+            (Column(owners, attrgetter(*(prefix + name for name in tensors)), **several), which),
         ]
-        columns += [(column, which) for column in found]
     delayed = [i for i, (one, _) in enumerate(pairs) if one.given is not None]
     given = [pairs[i][0] for i in delayed]
     columns.append((Column(given, BorrowedTensor.given_fields, chained=True, same=True), delayed))
@@ -338,10 +330,7 @@ def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
 
 
 def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:
-    """Positive float32 numbers x with function(x) = target, at most two away from ``start``.
-
-    ``start`` itself where there are none. One-dimensional.
-    """
+    """Positive float32 x [n] with function(x) = target at most two from ``start``, or this."""
     offsets = torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32, device=start.device)
     near = (start.view(torch.int32) + offsets[:, None]).view(torch.float32)
     first = (function(near) == target).int().argmax(0)

@@ -4,7 +4,6 @@ The fields of this package are named after theirs. Data derived from a weight is
 fields, and so is written, or was dropped and is derived again when needed.
 """
 
-import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from fp4adam.interop.adapter import TensorAdapter, class_name, register_adapter
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantizer import Quantizer
 
-MAJOR_VERSION = 2  # of Transformer Engine, whose attributes these are
 _FP8 = {"_fp8_dtype": "kFloat8E4M3"}
 _BLOCKS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 
@@ -28,9 +26,7 @@ class TransformerEngineAdapter(TensorAdapter):
     Args:
         format: The class of this package's quantizer.
         options: By its options, where a tensor ("_name") or its quantizer ("name") has them.
-        dtypes: By attribute, the only dtype of codes or scales that is known.
-        required: By attribute, the only value that is known, if there is one.
-        attributes: As of :class:`TensorAdapter`.
+        dtypes, required: By attribute, the only dtype or value that is known.
         drops_columnwise: False if Transformer Engine would not make columnwise codes again.
     """
 
@@ -58,14 +54,8 @@ class TransformerEngineAdapter(TensorAdapter):
         )
 
     def _check(self, tensor: Tensor) -> None:
-        """Raise ValueError if anything would be misread: a version, a dtype, memory, an option."""
+        """Raise ValueError if anything would be misread: a dtype, memory, an option."""
         kind = type(tensor).__name__
-        version = getattr(sys.modules.get("transformer_engine"), "__version__", None)
-        if version is not None and int(version.split(".")[0]) != MAJOR_VERSION:
-            raise ValueError(
-                f"transformer_engine must be version {MAJOR_VERSION}, got {version}: what the "
-                f"attributes of its {kind} mean is not known; upgrade fp4adam"
-            )
         if tensor._quantizer is None:
             raise ValueError(
                 f"_quantizer of a {kind} must be the quantizer that it was made by, got None: it "
@@ -85,8 +75,7 @@ class TransformerEngineAdapter(TensorAdapter):
         if unknown := inner.difference(self.attributes):
             raise ValueError(
                 f"memory of a {kind} must be in {', '.join(self.attributes)} to be stepped, got "
-                f"{', '.join(sorted(unknown))} as well, which this version does not know; upgrade "
-                "fp4adam, or quantize weights with another recipe"
+                f"{', '.join(sorted(unknown))} as well; quantize weights with another recipe"
             )
 
     def fields(self, tensor: Tensor) -> dict[str, Tensor]:

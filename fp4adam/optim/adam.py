@@ -105,15 +105,14 @@ def adam_(
     """Update ``value`` and the moments in place by one Adam step.
 
     Args:
-        value: The parameter or its master copy; 16-bit values are widened and rounded back.
+        value: The parameter or its master; 16-bit values are widened and rounded back.
         grad: Gradient of the same shape, any floating dtype.
-        exp_avg: First moment, float32 (float64 for float64 parameters).
-        exp_avg_sq: Second moment, same dtype.
+        exp_avg, exp_avg_sq: The moments, float32 (float64 for float64 parameters).
         max_exp_avg_sq: Largest second moment so far (AMSGrad), or None.
         scalars: See :class:`Scalars`.
         adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
-        grad_scale: float32 one-element tensor that divides the gradient, or None.
-        clip: float32 one-element tensor that multiplies it after that, or None.
+        grad_scale, clip: float32 one-element tensors that divide the gradient, and multiply it
+            after that, or None.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """

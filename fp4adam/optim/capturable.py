@@ -64,7 +64,7 @@ def check_capture(engine: Engine, captured: list) -> None:
                 'graph first, which makes it one, then change it with group["lr"].fill_()'
             )
     plan = engine.plan
-    if not (plan is not None and plan.can_be_captured and engine.has_fitting_plan()):
+    if not (plan is not None and plan.has_run and engine.has_fitting_plan()):
         raise RuntimeError(
             "a captured step must be like the last one outside the graph, got a first step, "
             "or one with other parameters, states or gradients: these need new memory and "

@@ -69,18 +69,12 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
 def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
     """Raise unless the copy can be written from its weight."""
     for part in parts:
-        is_quantized = isinstance(part, QuantizedTensor) or is_foreign(part)
-        if is_dtensor(part):
+        is_plain = not (isinstance(part, QuantizedTensor) or is_foreign(part) or is_dtensor(part))
+        if not is_plain or part.dtype not in HIGH_PRECISION_DTYPES:
             raise ValueError(
-                f"weights must be whole to have a quantized copy, got a {type(part).__name__} of "
-                f"placements {part.placements}; under fully_shard, quantize the weights "
-                "themselves: copies of gathered weights live for one forward pass"
-            )
-        if is_quantized or part.dtype not in HIGH_PRECISION_DTYPES:
-            raise ValueError(
-                "weights must be plain float32, bfloat16 or float16 tensors to have a quantized "
-                f"copy, got a {type(part).__name__} of {part.dtype}; FP4Adam steps quantized "
-                "weights themselves"
+                "weights must be whole plain float32, bfloat16 or float16 tensors to have a "
+                f"quantized copy, got a {type(part).__name__} of {part.dtype}; FP4Adam steps "
+                "quantized weights themselves, also under fully_shard"
             )
     is_own = isinstance(copy, QuantizedTensor)
     is_shard = is_dtensor(copy) or is_own and copy.global_spec is not None

@@ -20,10 +20,10 @@ from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
-from fp4adam.optim.master_weights import find_stale, warn_of_restarts
+from fp4adam.optim.master_weights import find_restarting
 from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.optim.target import State, Target, Targets, scales_of
+from fp4adam.optim.target import State, Targets, scales_of
 from fp4adam.tensors import backend
 
 
@@ -55,8 +55,7 @@ class Engine:
         is_part: True if this engine steps only some of the optimizer's parameters.
         on_host: Whether states may be on the host.
         view: What shows the states to users, or None.
-        shown_steps: The steps that groups show; another number there is one that other code has
-            set.
+        shown_steps: The steps that groups show; others there have been set by other code.
     """
 
     clipping: Clipping | None = None
@@ -77,8 +76,7 @@ class Engine:
 
     def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
         """Engines for some of the parameters each: all members of a scale group, or none."""
-        group_of = {param: group for group, params in self.groups for param in params}
-        parts = []
+        group_of, parts = self._group_of(), []
         for params in divided:
             own: dict[int, Group] = {}
             for param in params:
@@ -88,6 +86,9 @@ class Engine:
             part.is_part = True
             parts.append(part)
         return parts
+
+    def _group_of(self) -> dict[Tensor, dict[str, Any]]:
+        return {param: group for group, params in self.groups for param in params}
 
     def together(self) -> list[list[Tensor]]:
         """The parameters by the scales that they share."""
@@ -109,26 +110,17 @@ class Engine:
         """The parameters, as in the groups."""
         return [param for _, params in self.groups for param in params]
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters, or of the first one."""
-        return local(self.params[0]).device
-
     def all_grads(self) -> list[Tensor | None]:
         """The local gradients of all parameters; None for those that have none."""
         params = self.params
         return [*map(self.targets.grad_reader(params), params)]
-
-    def grads(self) -> list[Tensor]:
-        """The local gradients, as far as there are any."""
-        return [grad for grad in self.all_grads() if grad is not None]
 
     def check_call(self) -> None:
         """Raise if a step is impossible here and now, whatever the parameters are."""
         checks.check_mode()
         for group, _ in self.groups:
             check_numbers(group, may_wait=False)
-            checks.check_group_names(group, group)
+            checks.check_group_names(self.targets.options, group)
 
     # What engines with offloaded states do in another way
 
@@ -221,7 +213,7 @@ class Engine:
     def settle(self) -> None:
         """Take back the counts of a step that the device has skipped, which waits for it."""
         if self.plan is not None:
-            self.plan.settle()
+            self.plan.counter.settle()
 
     def drop_plan(self) -> None:
         """Plan the next step anew."""
@@ -241,8 +233,7 @@ class Engine:
         self.check_clip()
         pairs = [(group, p) for group, own in self.groups for p in own if p in stepped]
         members = [self.targets[param] for _, param in pairs]
-        stale = find_stale(members, self.states)
-        warn_of_restarts(len(stale))
+        stale = find_restarting(members, self.states)
         for (group, param), member in zip(pairs, members, strict=True):
             device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
@@ -252,7 +243,7 @@ class Engine:
             )
             member.free_initial_value(self.updates(group))
             member.record()  # if no kernel can be compiled, the next step goes on with this master
-            member.bind(group, state, param in moving)
+            member.bind(group, state, param in moving, self.targets.places.get(param, 0))
         outsiders = [param for param in params if param not in stepped]
         plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
         self._planned = params, [*self._own_states()], self._structure(), sharded
@@ -279,19 +270,19 @@ class Engine:
                 if options.capturable and not _fits_kernels(local(param), grad):
                     checks.check_capturable(local(param), grad)
         # A new amax changes every tensor that shares it, even those without a gradient.
-        sharing: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = defaultdict(list)
-        for group, own in self.groups:
-            for param in own:
-                sharing[scales_of(param)].append((group, param))
+        group_of = self._group_of()
         stepped: set[Tensor] = set()
         moving: set[Tensor] = set()
-        for scales, peers in sharing.items():
-            members = [p for _, p in peers]
+        for members in self.together():
             if any(read_grad(p) is not None or self._is_in_training(p) for p in members):
                 stepped.update(members)
+                scales = scales_of(members[0])
                 if isinstance(scales, ScaleGroup):
-                    self._check_scale_group(scales, members)
-            if any(self.updates(group) for group, _ in peers):
+                    checks.check_scale_group(members, scales)
+                    for param in members:
+                        checks.check_steppable(name, param)
+                        self.check_state(param)
+            if any(self.updates(group_of[param]) for param in members):
                 moving.update(members)
         return stepped, moving
 
@@ -299,12 +290,6 @@ class Engine:
         """Raise if the state of a parameter does not fit it."""
         options, state = self.targets.options, self.states.get(param, {})
         checks.check_state(param, state, options, self.on_host)
-
-    def _check_scale_group(self, group: ScaleGroup, peers: list[Tensor]) -> None:
-        checks.check_scale_group(peers, group)
-        for param in peers:
-            checks.check_steppable(self.targets.options.name, param)
-            self.check_state(param)
 
     def _is_in_training(self, param: Tensor) -> bool:
         """Whether a parameter without a gradient now has a valid state from earlier steps."""
@@ -324,28 +309,22 @@ class Engine:
         self.settle()
         self.drop_plan()
         settle_written(sharded_weights(params))
-        new: dict[Target, State] = {}
         for member in [self.targets[param] for param in params]:
-            if member.master.name and self.states.get(member.owner, {}).keys() & {*ENTRIES}:
-                new[member] = {}
-                member.master.store(new[member], member.value())
-                new[member] = self.placed(member.owner, new[member])
-        for member, master in new.items():
-            state = self.states[member.owner]
-            for name in ENTRIES:
-                state.pop(name, None)
-            state.update(master)
-            member.free_initial_value()
-            member.record()
+            state, master = self.states.get(member.owner, {}), {}
+            if member.master.name and state.keys() & {*ENTRIES}:
+                member.master.store(master, member.value())
+                for name in ENTRIES:
+                    state.pop(name, None)
+                state.update(self.placed(member.owner, master))
+                member.free_initial_value()
+                member.record()
 
 
 def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
-    """Whether kernels may step a plain parameter, as far as its states do not matter."""
     alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
     return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
 
 
 def _are_same(actual: Iterable, expected: Sequence) -> bool:
-    """Whether both contain the same objects in the same order."""
     actual = list(actual)
     return len(actual) == len(expected) and all(map(is_, actual, expected))

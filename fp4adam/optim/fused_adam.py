@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.formats.scale_groups import ScaleGroups, lists_of_members
+from fp4adam.formats.scale_groups import ScaleGroups
 from fp4adam.optim import capturable as capturing
 from fp4adam.optim import checks, grouping, te_layout, te_states
 from fp4adam.optim import state_dict as saving
@@ -83,7 +83,6 @@ class FusedAdam(Optimizer):
     _step_supports_amp_scaling = True
     # Whether states and groups look like those of Transformer Engine's FusedAdam, or torch.optim's.
     _has_te_layout = True
-    _own_options: Mapping[str, Any] = {}
     master_weights, master_weight_dtype = _option("master_weights"), _option("master_weight_dtype")
     exp_avg_dtype, exp_avg_sq_dtype = _option("exp_avg_dtype"), _option("exp_avg_sq_dtype")
     store_param_remainders = _option("store_param_remainders")
@@ -120,8 +119,6 @@ class FusedAdam(Optimizer):
         fused: bool | None = None,
     ) -> None:
         checks.check_quantize_from(quantize_from)
-        if scale_groups is not None and not callable(scale_groups):
-            scale_groups = lists_of_members(scale_groups)
         # Transformer Engine's keyword, which torch does not have, tells whose code this is.
         self._has_te_layout = self._has_te_layout or adam_w_mode is not None
         self.scale_groups = None
@@ -147,13 +144,13 @@ class FusedAdam(Optimizer):
         _join_flags(defaults)
         defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))
-        self._own_options = dict(options, states=states, scale_groups=scale_groups)
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
-        self.scale_groups = scale_groups
         grouping.join_scale_groups(self.param_groups, scale_groups)
+        # For parameters that join; lists name those of now, and would keep them alive.
+        self.scale_groups = scale_groups if callable(scale_groups) else None
         if not self._has_te_layout:
             grouping.warn_of_plain_matrices(self._engine.params)
 
@@ -211,7 +208,7 @@ class FusedAdam(Optimizer):
         """Add a parameter group; nothing has changed if it raises."""
         if isinstance(param_group, dict):
             _join_flags(param_group)
-            checks.check_group_names(param_group, self._own_options)
+            checks.check_group_names(self._targets.options, param_group)
             self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.optim.step_kernels import Kind, LaunchTensors, step_launch
-from fp4adam.optim.target import ALIGNMENT, Target
+from fp4adam.optim.launch_key import LaunchKey
+from fp4adam.optim.target import ALIGNMENT, ReadGrad, Target
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
@@ -24,11 +24,11 @@ _shape_and_device = attrgetter("shape", "device")
 
 
 class LaunchGroup:
-    """The parameters of one kind on one device.
+    """The parameters of one launch.
 
     Args:
-        kind: The properties that they have in common.
-        members: The parameters, all of this ``kind`` and with the same ``state_names``.
+        key: The properties that they have in common.
+        members: The parameters, all with this ``launch_key``.
         read_grad: Returns a parameter's gradient, or None.
         grads_vary: Whether a gradient's shape or device may differ from its parameter's.
 
@@ -36,107 +36,89 @@ class LaunchGroup:
         launch: The launch that steps them; set once the tables exist.
         slots: The amax slot of each member; members that share an amax share a slot.
         grads: Addresses of the gradients at the last call of :meth:`takes_grads`; 0 for none.
-        present: Which members had a gradient then; None if all had one.
+        present: Which members had a gradient then.
     """
 
     launch: "StepLaunch"
 
     def __init__(
-        self,
-        kind: Kind,
-        members: list[Target],
-        read_grad: Callable[[Tensor], Tensor | None],
-        grads_vary: bool,
+        self, key: LaunchKey, members: list[Target], read_grad: ReadGrad, grads_vary: bool
     ) -> None:
-        self.kind = kind
+        self.key = key
         self.members = members
-        self.shapes = list(map(self._table_shape, members))
+        # Plain tensors are read flat.
+        is_plain = key.quantizer is None
+        self.shapes = [
+            (m.stepped.numel(), 1) if is_plain else matrix_shape(m.param) for m in members
+        ]
         peers: dict[Hashable, list[int]] = defaultdict(list)
         for i, member in enumerate(members):
             peers[member.scales].append(i)
         slots = {scales: slot for slot, scales in enumerate(peers)}
         self.slots = [slots[m.scales] for m in members]
         # Members that share an amax: the launch steps all of them or none.
-        self._peers = [p for p in peers.values() if len(p) > 1 and kind.quantizer is not None]
+        self._peers = [p for p in peers.values() if len(p) > 1 and not is_plain]
         self.grads: list[int] = []
-        self.present: list[bool] | None = None
+        self.present: list[bool] = []
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.stepped for m in members]
         # torch keeps .grad in the shape of its parameter, unless user code resizes it.
         self._size_of = _shape_and_device if grads_vary else _numel
-        # Of the last gradients that were found to fit: their addresses, which are all aligned (None
-        # if unknown), and their layouts.
-        self._aligned: list[int] | None = None
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
         """Whether the launch can read the current gradients; records their addresses."""
         grads = list(map(self._read_grad, self._owners))
-        if not (self.present is None and self._have_known_layouts(*grads)):
-            present = [grad is not None for grad in grads]
-            grads = [*compress(grads, present)]
-            lacking = None if all(present) else present
-            if not (lacking == self.present and self._have_known_layouts(*grads)):
-                if not self._takes_layouts_of(grads, present):
-                    return False
-                self.present, self._have_known_layouts = lacking, are_laid_out_as(grads)
-                self._aligned = None
+        present = [grad is not None for grad in grads]
+        grads = [*compress(grads, present)]
+        if not (present == self.present and self._have_known_layouts(*grads)):
+            if not self._takes_layouts_of(grads, present):
+                return False
+            self.present, self._have_known_layouts = present, are_laid_out_as(grads)
         try:
             addresses = list(map(data_ptr, grads))
         except RuntimeError:  # one has no address
             return False
-        if addresses == self._aligned:
-            return True
         if reduce(or_, addresses, 0) % ALIGNMENT or 0 in addresses:
             return False
-        self._aligned = addresses
-        if self.present is not None:
+        if not all(present):
             found = iter(addresses)
-            addresses = [next(found) if has_grad else 0 for has_grad in self.present]
+            addresses = [next(found) if has_grad else 0 for has_grad in present]
         self.grads = addresses
         return True
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
         """Whether the launch can read gradients with these dtypes, sizes and strides."""
-        is_flat = self.kind.is_contiguous
+        is_flat = self.key.is_contiguous
         return all(len({present[i] for i in peers}) == 1 for peers in self._peers) and all(
-            grad.dtype is self.kind.grad_dtype
+            grad.dtype is self.key.grad_dtype
             and self._size_of(grad) == self._size_of(value)
             and (grad.is_contiguous() if is_flat else grad.stride() == value.stride())
             for grad, value in zip(grads, compress(self._values, present), strict=True)
         )
 
-    def table_rows(self) -> list[list[int]]:
-        """Rows of the tensor table; the columns for gradient and scalars are 0."""
-        return list(map(self._row, self.members, self.shapes))
-
-    def _table_shape(self, member: Target) -> tuple[int, int]:
-        """Rows and columns of a member in the table; plain tensors are read flat."""
-        if self.kind.quantizer is None:
-            return member.stepped.numel(), 1
-        return matrix_shape(member.param)
-
-    def _row(self, member: Target, shape: tuple[int, int]) -> list[int]:
+    def row(self, member: Target, shape: tuple[int, int]) -> list[int]:
+        """A row of the tensor table; the columns for gradient and scalars are 0."""
         state, param = member.tensors, member.param
         moments = (state["exp_avg"], state["exp_avg_sq"], member.max_exp_avg_sq)
         written: tuple[Tensor | None, ...] = (None,) * 5
         others: tuple[Tensor | None, ...] = (None,) * 3
-        if self.kind.quantizer is not None:
+        if self.key.quantizer is not None:
             square, rowwise = param._block_scale_inv, param._rowwise_scale_inv
             scale = rowwise if square is None else square
             columnwise = (param._columnwise_data, param._columnwise_scale_inv)
             written = (param._rowwise_data, scale, *columnwise, param._amax)
             gemm_scales = (param._rowwise_gemm_scale_inv, param._columnwise_gemm_scale_inv)
             others = (*gemm_scales, param._amax_history)
-        elif self.kind.write_dtype is not None:
+        elif self.key.write_dtype is not None:
             written = (param, None, None, None, None)
-        own = map(_address, (member.stepped, *moments))
         extra, *scales = member.state_scales
         if member.remainder is not None:
             extra = member.remainder
+        first = map(_address, (member.stepped, *moments, *written))
         rest = map(_address, (extra, *scales, *others))
-        return [0, 0, *own, *map(_address, written), *shape, *rest]
+        return [0, 0, *first, *shape, *rest, member.dither_start]
 
 
 def make_launches(
@@ -146,15 +128,17 @@ def make_launches(
 
     ``n_members``, ``n_hyper``: The rows of scalars and of hyper-parameters, as in ``DeviceTables``.
     """
-    rows = [group.table_rows() for group in groups]
+    from fp4adam.kernels import plain_step, step
+    from fp4adam.kernels.launch.launch import compile_together
+
+    rows = [[*map(group.row, group.members, group.shapes)] for group in groups]
     tables = DeviceTables(device, [*chain.from_iterable(rows)], n_members, n_hyper)
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
-        listed = LaunchTensors(group.shapes, group.slots, part, tables.scalars)
-        group.launch = step_launch(group.kind, listed)
+        module = plain_step if group.key.quantizer is None else step
+        tensors = group.shapes, group.slots, part, tables.scalars
+        group.launch = module.StepLaunch(group.key, tensors)
     if device.type == "cuda":
-        from fp4adam.kernels.launch.launch import compile_together
-
         signals = tables.signals(None, None, None)
         with torch.cuda.device(device):
             compile_together(partial(group.launch.compile, *signals) for group in groups)

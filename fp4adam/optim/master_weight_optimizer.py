@@ -25,10 +25,10 @@ from fp4adam.optim.adam import updates_params
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.master_weights import (
     adopt,
+    find_restarting,
     find_stale,
     together,
     warn_of_loaded,
-    warn_of_restarts,
 )
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
@@ -40,20 +40,16 @@ class MasterWeightOptimizer(Optimizer):
     """Trains quantized parameters with any optimizer, such as ``torch.optim.Muon``.
 
     Quantized, BF16 and FP16 parameters get FP32 masters, which the inner optimizer steps with FP32
-    copies of the gradients. Then all masters are rounded to their parameters: quantized ones in one
-    pass that takes the same number of launches for one weight as for all. FP32 and FP64 parameters
-    are stepped themselves. After every step the bytes of a quantized parameter are those of
-    ``param.quantizer.quantize(master_param)``. A step with lr = 0 leaves them alone.
+    copies of the gradients. Then all masters are rounded to their parameters, in the same number of
+    launches for one weight as for all: the bytes are those of
+    ``param.quantizer.quantize(master_param)``. A step with lr = 0 leaves them alone. FP32 and FP64
+    parameters are stepped themselves.
 
-    Use it like the optimizer itself: schedulers, clipping, ``GradScaler``, DDP, FSDP2 and
-    ``torch.distributed.checkpoint`` see the parameters of the model. Groups and states are those of
-    the inner optimizer, with ``master_param`` beside, as in :class:`FP4Adam`; over
-    ``torch.optim.AdamW``, either loads the other's checkpoints.
-
-    A master is made in the first step with a gradient, from the high-precision initial value if the
-    parameter still has it, otherwise from its decoded values, and restarts when other code has
-    overwritten the parameter. Masters of sharded parameters are DTensors, so the inner optimizer
-    has to work with these, and every rank has to take part in every step.
+    Use it like the optimizer itself. Groups and states are those of the inner optimizer, with
+    ``master_param`` beside, as in :class:`FP4Adam`; over ``torch.optim.AdamW``, either loads the
+    other's checkpoints. A master is made in the first step with a gradient, and restarts when other
+    code has overwritten the parameter. Masters of sharded parameters are DTensors, so the inner
+    optimizer has to work with these, and every rank has to take part in every step.
 
     Args:
         params: Parameters, (name, parameter) pairs or dicts of parameter groups, with any options
@@ -123,10 +119,8 @@ class MasterWeightOptimizer(Optimizer):
         """Add a parameter group."""
         count = len(self.param_groups)
         try:
-            if "inner" in vars(self):
-                self.inner.add_param_group(param_group)
-            else:
-                super().add_param_group(param_group)
+            add_to = self.inner if "inner" in vars(self) else super()
+            add_to.add_param_group(param_group)
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
                 if param.is_meta:
@@ -149,7 +143,6 @@ class MasterWeightOptimizer(Optimizer):
     # Masters in the place of parameters
 
     def _new_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """New masters of those of ``params`` that are stepped by one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             targets = [self._targets[param] for param in params]
             return {t.owner: like(t.owner, t.value()) for t in targets if t.master.name}
@@ -166,7 +159,6 @@ class MasterWeightOptimizer(Optimizer):
         self._exchange(masters)
 
     def _leave(self, keeps: bool = True) -> None:
-        """Put parameters back, and their masters into the states if these are kept."""
         masters, self._masters = self._masters, {}
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._exchange({master: param for param, master in masters.items()})
@@ -224,9 +216,6 @@ class MasterWeightOptimizer(Optimizer):
             closure: Re-evaluates the model and returns the loss, or None. If the inner optimizer
                 calls it several times, the parameters are written before every further call.
 
-        Returns:
-            What the inner optimizer returns.
-
         Raises:
             RuntimeError: If a gradient is sparse, a parameter has another shape or device than its
                 master, or the call is in inference mode. Nothing has changed then.
@@ -271,14 +260,8 @@ class MasterWeightOptimizer(Optimizer):
                 if isinstance(scales, ScaleGroup):
                     checks.check_scale_group(peers, scales)
             settle_written(sharded_weights(params))
-            stale = find_stale(self._with_masters(), self.state)
-            warn_of_restarts(len(stale))
-            self._engine.reset_masters([target.owner for target in stale])
-
-    @property
-    def _engine(self) -> Engine:
-        """What resets masters; it steps nothing."""
-        return Engine(self._targets, [], self.state)
+            restarting = find_restarting(self._with_masters(), self.state)
+            self.reset_master_weights([target.owner for target in restarting])
 
     def _with_gradients(self) -> list[Tensor]:
         """The parameters with a gradient, and all that share scales with them."""
@@ -332,7 +315,7 @@ class MasterWeightOptimizer(Optimizer):
         params = self._params() if params is None else [*params]
         checks.check_known(params, self._params())
         with torch._C.DisableTorchFunctionSubclass():
-            self._engine.reset_masters(params)
+            Engine(self._targets, [], self.state).reset_masters(params)
 
     # Checkpoints
 

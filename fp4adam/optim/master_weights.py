@@ -41,15 +41,20 @@ def find_stale(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set
     return stale
 
 
-def warn_of_restarts(n_stale: int) -> None:
-    """Warn of masters that restart, in the step that does it."""
-    if n_stale:
-        warnings.warn(
-            f"the masters of {n_stale} weights restart from the weights, which other code has "
-            "written or moved since the last step or load; reset_master_weights() does so on "
-            "purpose, without a warning",
-            stacklevel=2,
-        )
+def find_restarting(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:
+    """:func:`find_stale` in a step, which warns of the values that it drops."""
+    stale = find_stale(targets, states)
+    lost = [p for p in targets if p.has_lost_start and MASTER not in states.get(p.owner, {})]
+    for count, why in (
+        (len(stale), "other code has written or moved since the last step or load; "
+            "reset_master_weights() does so on purpose, without a warning"),
+        (len(lost), "another optimizer has stepped, so that their values before quantization are "
+            "gone; load its state_dict(), or load the weights in high precision"),
+    ):  # fmt: skip
+        if count:
+            text = f"the masters of {count} weights restart from the weights, which {why}"
+            warnings.warn(text, stacklevel=2)
+    return stale
 
 
 def warn_of_loaded(n_other: int, n_lacking: int) -> None:
@@ -78,13 +83,10 @@ def together(targets: Iterable[Target]) -> list[list[Target]]:
 
 
 def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
-    """Decide which loaded masters stand, of targets that share scales; every rank has to call it.
+    """Decide which loaded masters in ``states`` stand; every rank has to call it.
 
-    Weights that were loaded as plain values get the exact bytes of masters that stand.
-
-    Args:
-        peers: The targets with a loaded master.
-        states: Their states with these, in FP32 or as remainders.
+    Weights that were loaded as plain values get the exact bytes of masters that stand. ``peers``
+    are those that share scales.
     """
     settle_written(sharded_weights(p.owner for p in peers))
     scales = peers[0].scales
@@ -129,9 +131,13 @@ def _gives_bytes(p: Target, state: State) -> bool:
 
 
 def _has_bytes(p: Target, state: State) -> bool:
-    """True if a weight was not loaded as plain values, and its remainders reach the master.
+    """True if a weight was not loaded as other plain values, and its remainders reach the master.
 
     These complete the codes that are there, and would not give the same scales again.
     """
-    is_plain = p.start_value is not None or p.param._shared.next_init_val is not None
-    return not is_plain and (p.master.codec is not INT8 or p.master.can_hold(p.master.read(state)))
+    if (init_val := p.param._shared.init_val) is not None and init_val.is_meta:
+        return False  # no step has changed it since it was loaded
+    master, start = p.master.read(state), p.start_value
+    if p.master.codec is INT8:
+        return start is None and p.master.can_hold(master)
+    return start is None or torch.equal(start.to(master).view(master.shape), master)

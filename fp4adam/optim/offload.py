@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -40,14 +41,13 @@ class OffloadedEngine(Engine):
         super().__init__(targets, groups, states)
         self._parts: list[Engine] = []
         self._known: list = []
-        self._sharded: list[Tensor] = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
         super().forget()
         self._wait()
-        self._parts, self._known, self._sharded = [], [], []
+        self._parts, self._known = [], []
         self._chunks.clear()
 
     def drop_plan(self) -> None:
@@ -60,7 +60,6 @@ class OffloadedEngine(Engine):
             part.settle()
 
     def _wait(self) -> None:
-        """Wait until the host has the states of the last step."""
         for link in self._links.values():
             link.wait()
 
@@ -74,13 +73,14 @@ class OffloadedEngine(Engine):
         if known != self._known:
             self.targets.keep_only(self.params)
             self._parts = self.parts(chunks(self.together()))
-            self._known, self._sharded = known, sharded_weights(self.params)
-        settle_written(self._sharded)
-        active = [part for part in self._parts if part.grads()]
+            self._known = known
+        settle_written(sharded_weights(self.params))
+        has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
+        active = [*compress(self._parts, has_grads)]
         self.check()
         self.check_clip()
         for part in active:
-            self._link(part.device)
+            self._link(part)
         clipping = self.clipping
         try:
             for part in active:
@@ -94,22 +94,22 @@ class OffloadedEngine(Engine):
         self.clipping = None
 
     def step_part(self, part: Engine, signals: Signals) -> None:
-        link, chunk = self._link(part.device), self._chunks.get(part)
+        link, chunk = self._link(part), self._chunks.get(part)
         own = {param: self.states[param] for param in part.params if param in self.states}
         is_kept = chunk is not None and chunk.holds(own)
         if is_kept:
             self._make_room(chunk)
             part.states = chunk.staged(own)
-            link.copy_in(chunk)
+            link.to_gpu(chunk)
         else:
             link.wait()
             part.drop_plan()
-            part.states = {p: _moved(p, state, part.device) for p, state in own.items()}
+            part.states = {p: _moved(p, state, local(p).device) for p, state in own.items()}
         try:
             part.step(signals)
         finally:
             if is_kept and chunk.is_staged(part.states):
-                link.copy_out(chunk)
+                link.to_host(chunk)
                 for param, state in part.states.items():
                     self.states[param].update(_others(state))
             else:  # states are new, or those of others, or a master has restarted
@@ -125,7 +125,9 @@ class OffloadedEngine(Engine):
         except BaseException:
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
-        self.states |= chunk.on_host(new)
+        self.states |= {param: _others(state) for param, state in new.items()}
+        for (param, name), value in chunk.host.items():
+            self.states[param][name] = value
         self._let_go(part)
 
     def _let_go(self, part: Engine) -> None:
@@ -134,7 +136,7 @@ class OffloadedEngine(Engine):
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
-        """Make new buffers for all chunks of a link if one of them does not fit into its buffer."""
+        """Make new buffers if a chunk does not fit into its own."""
         link = chunk.link
         if chunk.nbytes <= len(link.buffers[chunk.number]):
             return
@@ -148,17 +150,17 @@ class OffloadedEngine(Engine):
             sizes = [each.nbytes for each in alike.values() if each.number == number]
             link.buffers[number] = link.empty(max(sizes, default=0))
 
-    def _link(self, device: torch.device) -> "Link":
+    def _link(self, part: Engine) -> "Link":
+        device = local(part.params[0]).device
         if device not in self._links:
             self._links[device] = Link(device)
         return self._links[device]
 
 
 def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states.
+    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states, or one unit.
 
-    A larger parameter is a chunk of its own. Those of a unit stay together, and those of different
-    devices apart. All ranks get the same chunks of sharded parameters.
+    Each is on one device. All ranks get the same chunks of sharded parameters.
     """
     found: list[list[Tensor]] = []
     last: dict[torch.device, tuple[list[Tensor], int]] = {}
@@ -229,6 +231,7 @@ class _Chunk:
         nbytes: Size of the block.
         block: The block, uint8.
         number: The buffer of the link that it moves to.
+        host: The states there, by parameter and name.
         staged_block: Its bytes in the buffer, uint8.
 
     Raises:
@@ -244,23 +247,16 @@ class _Chunk:
         self.number = link.next_number(self.nbytes)
         memory = _pinned(link, self.nbytes, self)
         self.block = _tensor(memory, 0, self.nbytes, torch.uint8)
-        self._host: dict[tuple[Tensor, str], Tensor] = {}
+        self.host: dict[tuple[Tensor, str], Tensor] = {}
         for start, (key, value) in zip(self._starts, values.items(), strict=True):
             own = local(value)
             own = own if is_dense(own) else own.contiguous()
             # A storage of its own, so that saving or copying it does not take the block.
             host = _tensor(memory, start, own.nbytes, own.dtype)
             host = host.as_strided(own.shape, own.stride()).copy_(own)
-            self._host[key] = _like(key[0], value, host)
-        self._known = _marks(self._host)
+            self.host[key] = _like(key[0], value, host)
+        self._known = _marks(self.host)
         self.leave_buffer()
-
-    def on_host(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
-        """``states`` with the tensors on the host."""
-        found = {param: _others(state) for param, state in states.items()}
-        for (param, name), value in self._host.items():
-            found[param][name] = value
-        return found
 
     def holds(self, states: dict[Tensor, State]) -> bool:
         """True if states have the tensors on the host, unwritten by others, and no others."""
@@ -274,24 +270,27 @@ class _Chunk:
             buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
             self._staged = {param: {} for param in states}
-            for start, ((param, name), value) in zip(self._starts, self._host.items(), strict=True):
+            for start, ((param, name), value) in zip(self._starts, self.host.items(), strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())
                 self._staged[param][name] = _like(param, value, view)
-            self._views = {key: id(view) for key, view in _entries(self._staged).items()}
+            self._views = _entries(self._staged)
         for param, state in self._staged.items():
             state.update(_others(states[param]))
         return self._staged
 
     def is_staged(self, states: dict[Tensor, State]) -> bool:
         """True if these are the states of :meth:`staged`, stepped in place."""
-        return {key: id(value) for key, value in _entries(states).items()} == self._views
+        found = _entries(states)
+        return found.keys() == self._views.keys() and all(
+            value is self._views[key] for key, value in found.items()
+        )
 
     def leave_buffer(self) -> None:
         """Drop all views of the buffer."""
         self.staged_block = self.block[:0]
-        self._views: dict[tuple[Tensor, str], int] = {}
+        self._views: dict[tuple[Tensor, str], Tensor] = {}
         self._staged: dict[Tensor, State] = {}
 
 
@@ -351,14 +350,6 @@ class Link:
         self._last = 0 if nbytes > CHUNK_BYTES else 1 - self._last
         return self._last
 
-    def copy_in(self, chunk: _Chunk) -> None:
-        """Copy a chunk to its buffer, and make the current stream wait for it."""
-        self.to_gpu(chunk.block, chunk.staged_block, self._free[chunk.number])
-
-    def copy_out(self, chunk: _Chunk) -> None:
-        """Copy a chunk to the host, after what the current stream has been given."""
-        self._free[chunk.number] = self.to_host(chunk.staged_block, chunk.block)
-
     # What stand-ins for a GPU do in another way
 
     def pin(self, memory: Tensor) -> None:
@@ -383,18 +374,20 @@ class Link:
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
-    def to_gpu(self, host: Tensor, staged: Tensor, after: Any) -> None:
-        if after is not None:
-            self._in.wait_event(after)
+    def to_gpu(self, chunk: _Chunk) -> None:
+        """Copy a chunk to its buffer, and make the current stream wait for it."""
+        if self._free[chunk.number] is not None:
+            self._in.wait_event(self._free[chunk.number])
         with torch.cuda.stream(self._in):
-            staged.copy_(host, non_blocking=True)
+            chunk.staged_block.copy_(chunk.block, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._in)
 
-    def to_host(self, staged: Tensor, host: Tensor) -> Any:
+    def to_host(self, chunk: _Chunk) -> None:
+        """Copy a chunk to the host, after what the current stream has been given."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            host.copy_(staged, non_blocking=True)
-        return self._out.record_event()
+            chunk.block.copy_(chunk.staged_block, non_blocking=True)
+        self._free[chunk.number] = self._out.record_event()
 
     def wait(self) -> None:
         """Make the host wait for all copies to it."""

@@ -63,7 +63,7 @@ class QuantizeAfterStep:
             self._casts.append((one, alike))
             amaxes.update(zip((m.owner for m in alike), one.exchanged, strict=True))
         for group in groups:
-            if group.kind.groups:
+            if group.key.groups:
                 for member, slot in zip(group.members, group.slots, strict=True):
                     amaxes[member.owner] = group.launch.amaxes[slot : slot + 1], []
         self._exchanges = exchanges(
@@ -71,11 +71,6 @@ class QuantizeAfterStep:
             for m in members
             if m.shards
         )
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether any amax depends on other tensors."""
-        return bool(self._scale_groups or self._exchanges)
 
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.

@@ -78,24 +78,18 @@ class StateTensor(NamedTuple):
         """
         if self.codec.exact:
             return self.codes
-        order = memory_order(self.codes)
-        codes, scales = self.codes.permute(order), self.scales
-        if self.codec is REMAINDER:
-            scales = scales.permute(order).reshape(-1)
-        x = self.codec.decode(codes.reshape(-1), scales).view(codes.shape)
-        return x.permute(_inverse(order))
+        scales = _flat(self.scales) if self.codec is REMAINDER else self.scales
+        return _like(self.codes, self.codec.decode(_flat(self.codes), scales))
 
     def replace(self, x: Tensor, dither: Tensor) -> None:
         """Encode float32 values in place; ``dither``: int32 [n] in memory order."""
         if self.codec.exact:
             return  # they are the codes
-        order = memory_order(self.codes)
-        codes, scales = self.codec.encode(x.permute(order).reshape(-1), dither)
-        target = self.codes.permute(order)
-        target.copy_(codes.view(target.shape))
+        codes, scales = self.codec.encode(_flat(x), dither)
+        self.codes.copy_(_like(self.codes, codes))
         if self.codec is REMAINDER:
-            self.scales.permute(order).copy_(scales.view(target.shape))
-        elif scales is not None:
+            scales = _like(self.scales, scales)
+        if scales is not None:
             self.scales.copy_(scales)
 
     @classmethod
@@ -103,10 +97,8 @@ class StateTensor(NamedTuple):
         """Encode a dense float32 tensor, rounding each value to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
-        order = memory_order(x)
-        codes, scales = codec.encode(x.permute(order).reshape(-1))
-        codes = codes.view(x.permute(order).shape).permute(_inverse(order))
-        return cls(codec, codes, scales)
+        codes, scales = codec.encode(_flat(x))
+        return cls(codec, _like(x, codes), scales)
 
 
 def restored(saved: StateTensor, codec: StateCodec, param: Tensor) -> StateTensor:
@@ -127,8 +119,16 @@ def state_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+def _flat(x: Tensor) -> Tensor:
+    """The elements in memory order."""
+    return x.permute(memory_order(x)).reshape(-1)
+
+
+def _like(x: Tensor, flat: Tensor) -> Tensor:
+    """Elements in the memory order of ``x``, in its layout."""
+    order = memory_order(x)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view(x.permute(order).shape).permute(inverse)
 
 
 def adam_stored_(

@@ -31,8 +31,6 @@ class StepGroup:
     Attributes:
         group: The parameter group.
         step: The number of steps counted so far.
-        first_element: Index of the first local element in the flattened parameter if the states are
-            dithered, else 0.
         ratio: The bound on their moments; see ``update_bound``.
         members: Indices of the parameters.
         scalars: The scalars of the last step.
@@ -40,7 +38,6 @@ class StepGroup:
 
     group: dict[str, Any]
     step: float
-    first_element: int
     ratio: float = 0.0
     members: list[int] = dataclasses.field(default_factory=list)
     scalars: Scalars | None = None
@@ -54,7 +51,7 @@ class StepGroup:
     def numbers(self) -> list[float]:
         """A row of scalars, with the bound of the update and the dither origin."""
         decay = abs(self.scalars.decay) if self.group["decoupled_weight_decay"] else 1.0
-        dither = dither_origin(self.first_element, int(self.scalars.dither_step))
+        dither = dither_origin(0, int(self.scalars.dither_step))
         # Two 16-bit halves, which float32 represents exactly.
         bounds = largest_update(self.scalars, self.ratio), decay
         return [*self.scalars[:8], dither >> 16, *bounds, dither & 0xFFFF]
@@ -73,7 +70,7 @@ class StepCounter:
     Attributes:
         groups: What takes part; empty if nothing does.
         rows: For each member its row of scalars: the index of its group in ``groups``.
-        launches: None; those of a :class:`DeviceCounter`.
+        launches: Those of a :class:`DeviceCounter`.
     """
 
     launches = ()
@@ -109,7 +106,7 @@ class StepCounter:
             for i in group.members:
                 self._ratios[i] = group.ratio
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
-        groups: dict[tuple[int, float, int], StepGroup] = {}
+        groups: dict[tuple[int, float], StepGroup] = {}
         self.rows, self._absent = [0] * len(present), {}
         rows: dict[tuple, int] = {}
         for i, (member, step) in enumerate(zip(self._members, self._steps.tolist(), strict=True)):
@@ -117,10 +114,9 @@ class StepCounter:
                 own = id(member.group)
                 self._absent[own] = max(self._absent.get(own, 0.0), step)
                 continue
-            first_element = member.first_element if member.is_dithered else 0
-            key = id(member.group), step, first_element
+            key = id(member.group), step
             if key not in groups:
-                groups[key] = StepGroup(member.group, step, first_element)
+                groups[key] = StepGroup(member.group, step)
             groups[key].members.append(i)
             groups[key].ratio = max(groups[key].ratio, self._ratios[i])
             self.rows[i] = rows.setdefault(key, len(rows))
@@ -167,7 +163,7 @@ class StepCounter:
         return [*chain.from_iterable(group.numbers() for group in self.groups)]
 
     def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
-        """Compute scalars on a device, if the host has not."""
+        """Count and compute scalars on a device, unless ``found_inf`` is not 0 or the host does."""
 
 
 class DeviceCounter:
@@ -189,7 +185,7 @@ class DeviceCounter:
     ) -> None:
         launched = [[m for group in groups for m in group.members] for _, groups in parts]
         self._members = [*chain.from_iterable(launched), *empty]
-        self._empty = empty
+        self._empty: list[Target] = []  # of those that take part
         self._groups = hyper_groups(self._members)
         rows = {id(group): row for row, group in enumerate(self._groups)}
         self.launches = [
@@ -198,24 +194,20 @@ class DeviceCounter:
         ]
         self.rows = [*chain.from_iterable(map(range, map(len, launched))), *[0] * len(empty)]
         self.groups: list[dict[str, Any]] = []
-        self._present: list[bool] = []
 
     def fits(self) -> bool:
-        """True: the device reads the counts at every step, whoever wrote them."""
-        return True
+        return True  # the device reads the counts at every step, whoever wrote them
 
     def latest(self) -> dict[int, Any]:
-        """The step count of one member of each parameter group, by the id of the group."""
         return {id(m.group): m.state["step"] for m in reversed(self._members)}
 
     def regroup(self, present: list[bool]) -> None:
-        """Set which members take part from this step on."""
-        self._present = present
-        self.groups = hyper_groups([*compress(self._members, present)])
+        stepped = [*compress(self._members, present)]
+        self.groups = hyper_groups(stepped)
+        self._empty = [m for m in stepped if not m.param.numel()]
 
     def advance(self, found_inf: Tensor | None) -> None:
-        """Count one step for members without elements; launches count the others."""
-        for member in compress(self._empty, self._present[len(self._members) - len(self._empty) :]):
+        for member in self._empty:  # launches count the others
             step = member.tensors["step"]
             if found_inf is None:
                 step += 1
@@ -226,7 +218,6 @@ class DeviceCounter:
         """Nothing: the device does not count a step that it skips."""
 
     def numbers(self) -> list[float]:
-        """The hyper-parameters of all groups, one row each; 0 where a tensor holds one."""
         numbers: list[float] = []
         for group in self._groups:
             numbers += [0.0 if is_on_device(x) else float(x) for x in _hyper_parameters(group)]
@@ -235,13 +226,6 @@ class DeviceCounter:
         return numbers
 
     def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
-        """Count one step on a device unless ``found_inf`` is not 0, and compute its scalars there.
-
-        Args:
-            part: The number of the device among ``parts``.
-            tables: Its tables, with the gradients and :meth:`numbers` of this step.
-            found_inf: float32 [1] on the device.
-        """
         for row, group in zip(tables.hyper, self._groups, strict=True):
             for slot, value in zip(row, _hyper_parameters(group), strict=False):
                 if is_on_device(value):
@@ -259,16 +243,13 @@ def _hyper_parameters(group: dict[str, Any]) -> tuple:
 
 
 def _scalars_launch(tables: DeviceTables, members: list[Target], rows: list[int]) -> Any:
-    """The launch that counts the steps of ``members``, whose groups have these rows."""
     from fp4adam.kernels.step_scalars import step_scalars  # Triton is slow to import
 
     device = tables.device
-    firsts = [m.first_element if m.is_dithered else 0 for m in members]
     launch = step_scalars(
         tables.table,
         tables.hyper,
         torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor(firsts, dtype=torch.int64, device=device),
         torch.tensor([m.tensors["step"].data_ptr() for m in members], device=device),
         tables.scalars,
     )

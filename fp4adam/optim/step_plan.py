@@ -5,10 +5,9 @@ gradients. :meth:`StepPlan.fits` checks this on the tensors themselves, without 
 per parameter. Then only the scalars and the addresses of the gradients are new.
 """
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress, islice
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -21,13 +20,14 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, are_laid_out_as
+from fp4adam.tensors.fingerprint import Column, Fingerprint, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -49,6 +49,9 @@ class StepPlan:
 
     Attributes:
         members: The parameters that the step may update.
+        counter: What counts their steps.
+        has_run: True once all kernels have been loaded, so that a CUDA graph can record them.
+        memory_of_replays: What a captured step reads besides parameters, states and gradients.
 
     Raises:
         RuntimeError: If the optimizer is capturable and kernels cannot step a member.
@@ -72,18 +75,18 @@ class StepPlan:
             later = quantized_after_step(together, read_grad)
             for member in together:
                 member.quantized_after_step = later
-        kinds: dict[tuple, list[Target]] = defaultdict(list)
+        launched: dict[LaunchKey, list[Target]] = defaultdict(list)
         self._by_operators: list[Target] = []
         for member in members:
             grad = read_grad(member.owner)
             if member.fits_a_launch(grad):
-                kinds[member.launch_key(grad)].append(member)
+                launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
         by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
-        for (device, kind, _), alike in kinds.items():
-            grads_vary = options.use_decoupled_grad
-            by_device[device].append(LaunchGroup(kind, alike, read_grad, grads_vary))
+        for key, alike in launched.items():
+            group = LaunchGroup(key, alike, read_grad, options.use_decoupled_grad)
+            by_device[key.device].append(group)
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
@@ -93,60 +96,41 @@ class StepPlan:
             for device, groups in by_device.items()
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
-        launched = chain.from_iterable(group.members for group in self._groups)
-        self.members = [*launched, *self._by_operators]
+        self.members = [m for group in self._groups for m in group.members] + self._by_operators
         self._scales_of_others: ScaleWriteback | None = None
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
-        bounded = [
+        self._bounded = [
             m.tensors[name]
             for group in self._groups
             for m in group.members
-            if (group.kind.groups or m.master.codec is INT8)
+            if (group.key.groups or m.master.codec is INT8)
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
-        self._has_run = False
-        self._counter: StepCounter | DeviceCounter
+        self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
+        self.has_run = False
+        self.counter: StepCounter | DeviceCounter
         if capturable:
-            self._counter = DeviceCounter(self._parts, self._by_operators)
+            self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
-            self._counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else (), bounded)
-        # The last gradients for operators that were right, and a check of their layouts.
-        self._checked: list[bool] = []
-        self._have_known_layouts: Callable[..., bool] = lambda *grads: False
+            self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
+        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
+        launches = [group.launch for group in self._groups]
+        self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
         self._written: list[Tensor] = []
         self._loose: list[Target] = []
 
-    def settle(self) -> None:
-        """Wait for the last ``found_inf``, and take back the step count if the step was skipped."""
-        self._counter.settle()
-
-    def latest_steps(self) -> dict[int, Any]:
-        """The largest step count of each parameter group, by its id; on the device, that of one."""
-        return self._counter.latest()
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can record the step: it has run, so all its kernels are loaded."""
-        return self._options.capturable and self._has_run
-
-    @functools.cached_property
-    def memory_of_replays(self) -> list:
-        """What a captured step reads besides parameters, states and gradients, to keep it alive."""
-        launches = [group.launch for group in self._groups]
-        return [[tables for tables, _ in self._parts], launches, self._counter.launches]
-
     def fits(self) -> bool:
         """Whether the plan is still valid for the current parameters, states and gradients."""
         return (
             self._fingerprint.unchanged()
-            and self._counter.fits()
+            and [*map(version, self._bounded)] == self._versions_of_bounded
+            and self.counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
             and not any(m.fits_a_launch(self._read_grad(m.owner)) for m in self._by_operators)
@@ -154,15 +138,10 @@ class StepPlan:
 
     def check_gradients(self) -> None:
         """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
-        owners = [m.owner for m in self._by_operators]
-        grads = list(map(self._read_grad, owners))
-        present = [grad is not None for grad in grads]
-        owners, grads = [*compress(owners, present)], [*compress(grads, present)]
-        if not grads or present == self._checked and self._have_known_layouts(*grads):
-            return
-        for owner, grad in zip(owners, grads, strict=True):
-            check_gradient(self._options.name, owner, grad)
-        self._checked, self._have_known_layouts = present, are_laid_out_as(grads)
+        for member in self._by_operators:
+            grad = self._read_grad(member.owner)
+            if grad is not None:
+                check_gradient(self._options.name, member.owner, grad)
 
     def run(
         self,
@@ -182,29 +161,28 @@ class StepPlan:
         """
         grads = [self._read_grad(m.owner) for m in self._by_operators]
         self._regroup(grads)
-        if not self._counter.groups:
+        if not self.counter.groups:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
         given = [grad is not None and grad.numel() > 0 for grad in grads]
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
-        self._counter.advance(found_inf)
+        self.counter.advance(found_inf)
         if self._scales_of_others:
             self._scales_of_others.read()
         launches = self._launch_all(grad_scale, clip, found_inf, captures)
         by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
         for member, grad, row in () if skipped else compress(by_operators, given):
-            scalars = self._counter.groups[row].scalars
+            scalars = self.counter.groups[row].scalars
             member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        if launches or self._after.is_needed:
-            self._after.finish(launches, skipped)
+        self._after.finish(launches, skipped)
         if self._scales_of_others:
             self._scales_of_others()
         # Kernel writes do not raise versions, which autograd and other observers rely on.
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
-        self._has_run = True
+        self.has_run = True
 
     def _launch_all(
         self,
@@ -213,23 +191,19 @@ class StepPlan:
         found_inf: Tensor | None,
         captures: bool,
     ) -> list[tuple]:
-        """Upload what has changed and launch the kernels on all devices.
-
-        Returns:
-            The launches that wait for other ranks, each with its signals.
-        """
+        """Launch the kernels; returns those that wait for other ranks, with their signals."""
         launches: list[tuple] = []
         if not self._parts:
             return launches
-        numbers = self._counter.numbers()
+        numbers = self.counter.numbers()
         for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
             with torch.cuda.device_of(tables.table):
                 signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
-                self._counter.launch(i, tables, signals[2])
+                self.counter.launch(i, tables, signals[2])
                 for group in groups:
-                    if group.kind.groups:
+                    if group.key.groups:
                         group.launch.prepare(*signals)
                         launches.append((group.launch, signals))
                     else:
@@ -238,15 +212,13 @@ class StepPlan:
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:
         """Update everything that depends on which members take part, if that has changed."""
-        present: list[bool] = []
-        for group in self._groups:
-            present += group.present or [True] * len(group.members)
+        present = [*chain.from_iterable(group.present for group in self._groups)]
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:
             return
         # Known again at the end, so that an interrupted change is made once more.
         self._present = None
-        self._counter.regroup(present)
+        self.counter.regroup(present)
         stepped = [*compress(self.members, present)]
         self._written = [m.owner for m in stepped]
         self._written += [m.param for m in stepped if m.param is not m.owner]
@@ -258,7 +230,7 @@ class StepPlan:
         written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
         self._scales_of_others = ScaleWriteback(written) if written else None
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
-        rows = iter(self._counter.rows)
+        rows = iter(self.counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
         self._rows_by_operators = [*rows]
         self._present = present
@@ -269,21 +241,16 @@ def _is_loose(member: Target) -> bool:
     return member.param._shared.tensors.counter is None
 
 
-def _fingerprint(
-    members: Sequence[Target], more_names: tuple[str, ...], bounded: list[Tensor]
-) -> Fingerprint:
+def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fingerprint:
     """The fingerprint of all parameters and states; the marks of parameters follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
     the next step continues from whatever it holds.
 
-    Args:
-        members: The parameters.
-        more_names: Names of state tensors that the kernels use besides ``state_names``.
-        bounded: Other tensors that must not be written.
+    ``more_names``: State tensors that the kernels use besides ``state_names``.
     """
-    columns: list[Column] = [Column(bounded, versioned=True)]
+    columns: list[Column] = []
     marked: dict[int, list[Target]] = {}  # by column
 
     def add(own: list[Target], marks: bool = True, **how: Any) -> None:
@@ -320,7 +287,7 @@ def _fingerprint(
         for m in here:
             states[sharded, (*m.state_names, *more_names)].append(m.state)
     columns += [
-        Column(alike, itemgetter(*names), True, local if sharded else None, placed=True)
+        Column(alike, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
         for (sharded, names), alike in states.items()
     ]
     fingerprint = Fingerprint(columns)

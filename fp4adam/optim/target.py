@@ -6,7 +6,7 @@ what it is; :class:`Targets` keeps them. How its master is stored is one of four
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars
+from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
@@ -39,7 +40,6 @@ from fp4adam.optim.state_codec import (
     split_master,
 )
 from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, state_like
-from fp4adam.optim.step_kernels import Kind
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -48,6 +48,8 @@ from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
 ALIGNMENT = 16
+# The fractional part of the golden ratio, whose multiples are far from each other.
+_SALT = 0x9E3779B9
 # The states that may have scales, in the order of ``Target.step_codecs``.
 _SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
@@ -67,11 +69,11 @@ class Target:
         master: Where its FP32 value is between steps.
         codecs: The codecs of the moments, by the name of the state.
         step_codecs: The codecs of the value and the two moments.
-        is_dithered: True if any is rounded with dither, which depends on the index of an element.
         write_dtype: The dtype that a master is rounded to on its way to the parameter.
         borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
         start_value: The value before rounding, where that is kept until a step uses it.
+        has_lost_start: True if another optimizer's step has used it.
 
     An engine that steps it sets these with :meth:`bind`:
 
@@ -83,7 +85,8 @@ class Target:
         state_names: The names of the state tensors that the step reads and writes.
         updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
-        first_element: Index of its first element in the flattened parameter.
+        dither_start: Index of its first element for the dither: in the flattened parameter, after
+            a salt of its own, so that parameters of one shape are rounded independently.
         quantized_after_step: True if it is quantized after all values have been updated, instead of
             by the launch that updates it.
         new_master: The FP32 value between the two, and the update that it comes from, where the
@@ -94,6 +97,7 @@ class Target:
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
+    has_lost_start = False
 
     def __init__(self, owner: Tensor, options: Options, param: Tensor | None = None) -> None:
         self.owner, self.options, self._source = owner, options, local(owner)
@@ -103,7 +107,6 @@ class Target:
         self.codecs = options.codecs(self.param.dtype)
         del self.codecs[MASTER]
         self.step_codecs = self.master.codec, *self.codecs.values()
-        self.is_dithered = not all(codec.exact for codec in self.step_codecs)
         # A step decodes the weight, as nothing else has its value.
         self._starts_from_codes = self.master.codec in (INT8, CODES)
         # A step writes the parameter from a value that is not stored in it.
@@ -118,14 +121,15 @@ class Target:
         own = local(self.owner)
         return own is self._source and (type(own), own.dtype) == self._type
 
-    def bind(self, group: dict[str, Any], state: State, updates: bool) -> None:
-        """Set what a step works on."""
+    def bind(self, group: dict[str, Any], state: State, updates: bool, place: int) -> None:
+        """Set what a step works on; ``place``: That among the parameters of the optimizer."""
         self.group, self.state, self.updates = group, state, updates
         self.new_master = None  # of a step that was interrupted
-        self.tensors, self.first_element = dict(state), 0
+        self.tensors, first = dict(state), 0
         if is_dtensor(self.owner):
             self.tensors = {name: local(value) for name, value in state.items()}
-            self.first_element = first_element(self.owner)
+            first = first_element(self.owner)
+        self.dither_start = (first + place * _SALT) % 2**32
         tensors, name = self.tensors, self.master.name
         self.stepped = tensors[MASTER] if name == MASTER else self.param
         self.remainder = tensors[REST] if name == REST else None
@@ -163,10 +167,7 @@ class Target:
         self.param.copy_(split_master(master)[0] if self.master.name == REST else master)
 
     def free_initial_value(self, updates: bool = True) -> None:
-        """Free the value before quantization, which the master has replaced.
-
-        ``updates``: False if steps leave the parameter as it is.
-        """
+        """Free the value before quantization; kept if the step ``updates`` nothing."""
 
     # Who has written it: is its master its own?
 
@@ -237,10 +238,7 @@ class Target:
         self.master.store(state, value)
 
     def hold_master(self, master: Tensor, step: int) -> None:
-        """Keep an FP32 value until its codes are written, if no state does.
-
-        Without a master, it is rounded in place to what codes can be.
-        """
+        """Keep an FP32 value until its codes are written; rounded to them without a master."""
         if self._starts_from_codes:
             self.new_master = master, step
         if self.master.codec is CODES:
@@ -256,7 +254,7 @@ class Target:
             self.tensors[MASTER].copy_(remainder)
 
     def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
-        bits = dither_bits(self.first_element, master.numel(), step, master.device).master
+        bits = dither_bits(self.dither_start, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
     # Its step by torch operators
@@ -295,7 +293,7 @@ class Target:
             self.group["decoupled_weight_decay"],
             None if grad_scale is None else grad_scale.to(grad.device),
             clip,
-            self.first_element,
+            self.dither_start,
         )
         if self._is_written and self.updates:
             self.hold_master(value.codes, scalars.dither_step)
@@ -305,12 +303,13 @@ class Target:
 
     # Its launch
 
-    def kind(self, grad: Tensor | None) -> Kind:
+    def launch_key(self, grad: Tensor | None) -> LaunchKey:
         """The properties that the parameters of one launch have in common."""
         # With lr = 0 the value does not change, so the bytes are not written.
         writes = self.updates and self._is_written and not self.quantized_after_step
         quantized = isinstance(self.param, QuantizedTensor) and writes
-        return Kind(
+        return LaunchKey(
+            self.param.device,
             self.param.quantizer if quantized else None,
             tuple(info.group for info in self.shards) if quantized else (),
             self.param.dtype if grad is None else grad.dtype,
@@ -361,10 +360,6 @@ class Target:
             and not (has_scales and param.shape[-1] % STATE_BLOCK)
         )
 
-    def launch_key(self, grad: Tensor | None) -> Hashable:
-        """A key that is equal for parameters that can share a launch."""
-        return self.param.device, self.kind(grad), self.state_names
-
 
 class QuantizedTarget(Target):
     """A :class:`QuantizedTensor`, or a shard of one."""
@@ -391,6 +386,11 @@ class QuantizedTarget(Target):
     @property
     def start_value(self) -> Tensor | None:
         return self.param.written_value()
+
+    @property
+    def has_lost_start(self) -> bool:
+        shared, is_stored = self.param._shared, self.master.name is not None
+        return is_stored and shared.was_stepped and self.start_value is None
 
     def value(self) -> Tensor:
         written = self.start_value
@@ -425,6 +425,7 @@ class QuantizedTarget(Target):
         kept = self.param._high_precision_init_val
         self.param._shared.left = None
         if updates or kept is None:
+            self.param._shared.was_stepped |= kept is not None
             self.param.clear_high_precision_init_val()
         else:
             self.param._high_precision_init_val = kept.to("meta")  # that there was one
@@ -481,12 +482,12 @@ def is_own_master(owner: Tensor) -> bool:
 class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
-    Attributes:
-        options: The options that they have in common.
+    ``places``: Those of parameters in the groups, equal on all ranks and in runs that go on.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.places: dict[Tensor, int] = {}
         self._known: dict[Tensor, Target] = {}
 
     def __getitem__(self, owner: Tensor) -> Target:
@@ -508,8 +509,9 @@ class Targets:
             if not owner.is_meta:
                 self[owner]
 
-    def keep_only(self, owners: Iterable[Tensor]) -> None:
+    def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
+        self.places = {owner: i for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
 
     def unbind(self, states: dict[Tensor, State]) -> None:
@@ -536,7 +538,6 @@ class Targets:
 
 
 def scales_of(owner: Tensor) -> Hashable:
-    """A key that is equal for tensors that share scales; see ``Target.scales``."""
     own = local(owner)
     is_in_group = isinstance(own, QuantizedTensor) and own._shared.scale_group is not None
     return own._shared.scale_group if is_in_group else owner

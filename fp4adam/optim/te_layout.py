@@ -128,7 +128,7 @@ def show_steps(engine: Engine) -> list[Any]:
 def _counts(engine: Engine) -> dict[int, Any]:
     """The largest step count of each group that has any, by the id of the group."""
     if engine.plan is not None:
-        return engine.plan.latest_steps()
+        return engine.plan.counter.latest()
     counts, is_capturable = {}, engine.targets.options.capturable
     for group, params in engine.groups:
         if steps := [state["step"] for state in _counted(engine, params)]:

@@ -4,7 +4,7 @@ Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``mas
 int16 remainder in place of the last.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,14 @@ from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import State, Target, is_own_master
 
-if TYPE_CHECKING:
-    from fp4adam.optim.fused_adam import FusedAdam
-
 NAMES = ("exp_avg", "exp_avg_sq", MASTER)
 
 
 @torch.no_grad()
-def initialize_state(
-    self: "FusedAdam", param: Tensor, store_param_remainders: bool | None = None
-) -> None:
+def initialize_state(self: Any, param: Tensor, store_param_remainders: bool | None = None) -> None:
     """Create the state of a parameter before its first step, or start it anew.
 
-    ``store_param_remainders`` must be that of the optimizer, or None; it may be False for a
-    parameter without a remainder.
+    ``store_param_remainders`` must be that of the optimizer or of the parameter, or None.
     """
     engine = self._engine
     target, options = _target(engine, param), engine.targets.options
@@ -54,7 +48,7 @@ def initialize_state(
 
 @torch.no_grad()
 def get_unscaled_state(
-    self: "FusedAdam", param: Tensor, state_name: str, skip_unscale: bool = False
+    self: Any, param: Tensor, state_name: str, skip_unscale: bool = False
 ) -> Tensor:
     """The local part of a state of a parameter, in FP32.
 
@@ -87,20 +81,12 @@ def get_unscaled_state(
 
 
 @torch.no_grad()
-def set_scaled_state(
-    self: "FusedAdam", param: Tensor, state_name: str, unscaled_state: Tensor
-) -> None:
-    """Set a state of a parameter from FP32 values, converted to its storage dtype.
+def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+    """Set a state of a parameter from FP32 values of its local shape, or from an int16 remainder.
 
     A master is authoritative: the next step continues from it, whatever the parameter holds. The
     state is created first if there is none. An FP32 parameter is stepped itself, and takes a
     master only if it equals it rounded: Transformer Engine saves its first value.
-
-    Args:
-        param: A parameter of this optimizer.
-        state_name: "exp_avg", "exp_avg_sq" or "master_param".
-        unscaled_state: Float32 of the shape of the local part of ``param``, on any device. For
-            ``master_param`` with ``store_param_remainders``, the int16 remainder.
     """
     engine = self._engine
     target = _target(engine, param, state_name)
@@ -145,9 +131,9 @@ def _check_value(target: Target, name: str, value: Tensor) -> None:
     wanted = torch.float64 if target.param.dtype == torch.float64 else torch.float32
     if name == MASTER and target.master.name == REST:
         wanted = torch.int16
-    if not isinstance(value, Tensor) or value.dtype != wanted:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"unscaled_state must be {wanted} for {name}, got {kind}; convert it first")
+    found = getattr(value, "dtype", type(value).__name__)
+    if found != wanted:
+        raise TypeError(f"unscaled_state must be {wanted} for {name}, got {found}; convert it")
     if value.shape != target.param.shape:
         raise ValueError(
             f"unscaled_state must have the shape of the local parameter, "

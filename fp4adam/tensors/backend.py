@@ -6,9 +6,6 @@ import warnings
 import torch
 from torch import Tensor
 
-# What the kernels are compiled for.
-FIRST_CAPABILITY = (7, 5)
-
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether tensors on ``device`` are handled by ``fp4adam.kernels`` (same bits either way)."""
@@ -33,33 +30,23 @@ _runs_kernels._dynamo_marked_constant = True
 
 
 def why_no_kernels(index: int | None) -> str | None:
-    """Why kernels cannot run on a device of torch's type "cuda", and what to do; None if they can.
-
-    ``index``: That of the device; None for the current one.
-    """
+    """Why kernels cannot run on this device of torch's type "cuda", and what to do, or None."""
     if torch.version.hip is not None:
         return "they have assembly of NVIDIA GPUs, and this is torch for ROCm; nothing can be done"
     if not torch.cuda.is_available():
         return None  # of fake tensors
     capability = torch.cuda.get_device_capability(index)
-    if capability < FIRST_CAPABILITY:
-        first, found = (".".join(map(str, each)) for each in (FIRST_CAPABILITY, capability))
-        return f"they need compute capability {first}, and this GPU has {found}; take a newer one"
+    if capability < (7, 5):
+        return "they need compute capability 7.5, and this GPU has {}.{}".format(*capability)
     try:
         import triton
 
         # Compiles what talks to the driver, unless an earlier process has.
         triton.runtime.driver.active.get_current_device()
     except ImportError as error:
-        return (
-            f"they need Triton, which cannot be imported ({error}); pip install triton, on "
-            "Windows triton-windows"
-        )
+        return f"they need Triton, got: {error}; pip install triton, on Windows triton-windows"
     except Exception as error:  # whatever a compiler or driver raises
-        return (
-            f"Triton cannot start ({error}); it needs a C compiler, such as gcc from the package "
-            "build-essential, or one that CC names"
-        )
+        return f"Triton cannot start ({error}); install a C compiler (gcc) or name one by CC"
     return None
 
 

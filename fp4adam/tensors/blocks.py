@@ -19,27 +19,11 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Span(NamedTuple):
-    """A run of elements of a row-major matrix.
-
-    Attributes:
-        shape: Rows and columns of the matrix.
-        start: Index of the first element.
-        stop: Index of the element after the last one.
-    """
+    """Elements ``start`` to ``stop``, exclusive, of a row-major matrix of ``shape``."""
 
     shape: tuple[int, int]
     start: int
     stop: int
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.stop - self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole matrix."""
-        return (self.start, self.stop) == (0, math.prod(self.shape))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,14 +32,7 @@ def blocks_of_parts(
 ) -> Tensor:
     """For each block of rows, the index of its entry among those of consecutive parts, int64.
 
-    Each part has an entry for every block that it overlaps, the parts' ends may cut blocks.
-
-    Args:
-        rows: Number of rows.
-        block: Rows of a block.
-        part_rows: Rows of a part.
-        part_blocks: Number of entries that each part has room for.
-        device: Where to put the indices.
+    Each has room for ``part_blocks`` entries, one for every block that its rows overlap.
     """
     number = torch.arange(-(-rows // block), device="cpu")
     part = number * block // part_rows

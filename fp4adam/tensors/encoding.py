@@ -1,7 +1,4 @@
-"""Quantization in torch operators, for any layout: of whole matrices, and of spans of elements.
-
-This is the reference that kernels have to equal, bit for bit.
-"""
+"""Quantization in torch operators, for any layout: what kernels have to equal, bit for bit."""
 
 import math
 from typing import TYPE_CHECKING
@@ -9,15 +6,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam.tensors.blocks import Span, round_up
+from fp4adam.tensors.blocks import Span
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.storage import Storage
 
 if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
-# Flat memory for codes, and the index of the byte of a matrix that it starts at.
-FlatCodes = tuple[Tensor, int]
+FlatCodes = tuple[Tensor, int]  # memory, and the index of the byte of a matrix that it starts at
 
 
 def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
@@ -87,25 +83,14 @@ def measure_blocks(
     grids: dict[str, Tensor],
     amax: Tensor | None,
 ) -> None:
-    """Write the amaxes of blocks that overlap a span, and raise that of the tensor.
+    """Write the amaxes of all blocks, by direction, and raise that of the tensor, if any.
 
-    Args:
-        layout: The layout of the matrix.
-        x: The values of the span, which are rounded to ``dtype`` first.
-        span: The span.
-        dtype: See ``x``.
-        grids: The amaxes of all blocks by direction, float32.
-        amax: That of the tensor, float32 [1], or None.
+    ``x`` has the values of the span, which are rounded to ``dtype`` first; all others are 0.
     """
-    if not x.numel():
-        return
-    values, first = _around(x, span, dtype, layout.block)
+    values = _around(x, span, dtype)
     for usage, grid in grids.items():
-        height, width = layout.blocks[usage]
-        blocks = blocks_of(values, (height, width))
-        found = block_amaxes(layout, blocks, (1, 3))
-        grid[first // height :][: len(found)] = found[: len(grid) - first // height]
-    if amax is not None:
+        grid.copy_(block_amaxes(layout, blocks_of(values, layout.blocks[usage]), (1, 3)))
+    if amax is not None and x.numel():
         torch.maximum(amax, amax_over(values, (0, 1)), out=amax)
 
 
@@ -117,28 +102,16 @@ def write_codes(
     factors: dict[str, Tensor],
     targets: dict[str, FlatCodes],
 ) -> None:
-    """Write the codes of a span, in the directions of ``targets``.
+    """Write the codes of a span, in the directions of ``targets``; other nibbles are preserved.
 
-    Args:
-        quantizer: The quantizer of the matrix.
-        x: The values of the span, which are rounded to ``dtype`` first.
-        span: The span.
-        dtype: See ``x``.
-        factors: The factors that map values to codes, of all blocks by direction.
-        targets: By direction the memory for codes. Nibbles outside of the span are preserved.
+    ``x`` has the values of the span, which are rounded to ``dtype`` first; ``factors`` map values
+    to codes, of all blocks by direction.
     """
-    if not x.numel():
-        return
-    layout, cols = quantizer.layout, span.shape[1]
-    values, first = _around(x, span, dtype, layout.block)
-    start, stop = span.start - first * cols, span.stop - first * cols
-    for usage, (target, first_byte) in targets.items():
-        own = factors[usage]
-        blocks = blocks_of(values, layout.blocks[usage])
-        if layout.scale_type is not None:
-            own = own[first // layout.blocks[usage][0] :][: len(blocks)]
-        codes = _codes(layout, blocks, own)[: len(values), :cols].reshape(-1)[start:stop]
-        per_byte = 8 // layout.code_type.bits
+    layout, (rows, cols) = quantizer.layout, span.shape
+    values, per_byte = _around(x, span, dtype), 8 // layout.code_type.bits
+    for usage, (target, first_byte) in targets.items() if x.numel() else ():
+        codes = _codes(layout, blocks_of(values, layout.blocks[usage]), factors[usage])
+        codes = codes[:rows, :cols].reshape(-1)[span.start : span.stop]
         at = span.start - first_byte * per_byte
         packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
         if per_byte == 2:  # nibbles beside the span stay
@@ -148,18 +121,13 @@ def write_codes(
         packed.copy_(layout.code_type.pack(codes))
 
 
-def _around(x: Tensor, span: Span, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
-    """The rows of blocks that a span overlaps, float32 and zero outside of it; the first row."""
-    (rows, cols), start, stop = span
-    first = start // cols // block * block
-    last = min(round_up(-(-stop // cols), block), rows)
-    values = x.new_zeros(last - first, cols, dtype=torch.float32)
-    values.view(-1)[start - first * cols : stop - first * cols] = x.detach().to(dtype).float()
-    return values, first
+def _around(x: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
+    values = x.new_zeros(span.shape, dtype=torch.float32)
+    values.view(-1)[span.start : span.stop] = x.detach().to(dtype).float()
+    return values
 
 
 def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
-    """The codes of blocks as a matrix, uint8, one per byte."""
     if layout.scale_type is not None:
         factors = factors[:, None, :, None]
     scaled = (blocks * factors).flatten(2).flatten(0, 1)
@@ -167,7 +135,6 @@ def _codes(layout: Layout, blocks: Tensor, factors: Tensor) -> Tensor:
 
 
 def grid_shape(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
-    """The number of block rows and block columns of a matrix."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 

@@ -1,8 +1,7 @@
 """Has somebody else written or moved these tensors? Read them again, all at once.
 
-Counters kept by a tensor class can be bypassed (``swap_tensors``, ``.data``, ``set_``), so the
-tensors themselves are read, thousands of them without a Python frame each. Nothing here keeps the
-memory of weights alive; otherwise ``model.cpu()`` would free none.
+Counters can be bypassed (``swap_tensors``, ``.data``, ``set_``), so the tensors are read, thousands
+of them without a Python frame each. Nothing here keeps the memory of weights alive.
 """
 
 import weakref
@@ -21,20 +20,14 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 # Builtins, which map() calls without a Python frame.
 data_ptr = torch._C.TensorBase.data_ptr
 version = attrgetter("_version")
-# Whether the storage object at an address, to which there is a weak reference, has lost its memory.
-# While it has not, no other memory has its addresses: a tensor at its old address is where it was,
-# and not in new memory that was put in by ``.data = new``, which changes no version.
+# Whether the storage at an address has lost its memory. While it has not, a tensor at its old
+# address is where it was, and not in memory put in by ``.data = new``, which changes no version.
 _is_freed = torch.UntypedStorage._expired
 
 
 def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that checks in one call whether its arguments have the layouts of ``tensors``.
-
-    It takes as many tensors, and compares shapes, strides, dtypes and devices with torch.compile's
-    guards.
-    """
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return guards.check
+    """A check of as many tensors: their shapes, strides, dtypes and devices are those of these."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 class Versions:
@@ -47,11 +40,8 @@ class Versions:
 class Mark:
     """The memory of one tensor, and how often it had been written.
 
-    Args:
-        memory: Identifies the memory: an object, or the address of a storage with the place and
-            the layout in it.
-        versioned: The tensors whose versions cover all writes.
-        alive: Keeps that address from being reused, without keeping the memory itself.
+    ``memory`` identifies it: an object, or the address of a storage, which ``alive`` keeps from
+    being reused, with the layout in it. The versions of ``versioned`` cover all writes.
     """
 
     def __init__(
@@ -82,59 +72,44 @@ class Mark:
 
     def is_same(self, other: "Mark | None") -> bool:
         """Whether the memory is neither written nor replaced between two marks."""
-        if other is None or self.memory != other.memory:
-            return False
         versions = self._versions()
-        return versions is not None and versions == other._versions()
+        is_there = other is not None and self.memory == other.memory and versions is not None
+        return is_there and versions == other._versions()
 
 
 class Column(NamedTuple):
-    """Tensors that are read in the same way.
+    """Tensors that are read in the same way."""
 
-    Attributes:
-        objects: Where they are read from.
-        read: The C function that reads one object; None for the objects themselves.
-        chained: Whether ``read`` returns several tensors.
-        then: A function of each tensor that is read, or None.
-        same: Whether they have to stay the same objects.
-        placed: Whether they have to keep memory and layout.
-        versioned: Whether they must not be written.
-    """
-
-    objects: list[Any]
-    read: Callable[[Any], Any] | None = None
-    chained: bool = False
-    then: Callable[[Any], Any] | None = None
-    same: bool = False
-    placed: bool = False
-    versioned: bool = False
+    objects: list[Any]  # where they are read from
+    read: Callable[[Any], Any] | None = None  # a C function of an object; None for objects alone
+    chained: bool = False  # whether it returns several tensors
+    then: Callable[[Any], Any] | None = None  # a function of each tensor that is read
+    same: bool = False  # whether they have to stay the same objects, which are kept alive,
+    placed: bool = False  # to keep their memory, and if they may be others, the layout,
+    versioned: bool = False  # or not to be written
 
 
 class Fingerprint:
-    """What many tensors were like when it was recorded.
-
-    Args:
-        columns: How to read them.
-    """
+    """What the tensors of these columns were like when it was recorded."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)
         self.versions = Versions()
-        self._known, placed, self._versioned, kept = self._read()
+        self._known, placed, self._versioned, kept, laid_out = self._read()
         self._addresses = list(map(data_ptr, placed))
-        self._have_known_layouts = are_laid_out_as(placed)
+        self._have_known_layouts = are_laid_out_as(laid_out)
         self._alive = [StorageWeakRef(x.untyped_storage()) for x in kept]
         self._blocks = [storage.cdata for storage in self._alive]
         self.record()
 
     def _read(self) -> tuple[list[Any], ...]:
-        """What has to stay the same, in place, or unwritten, or both of the latter."""
-        found: tuple[list[Any], ...] = [], [], [], []
+        """What has to stay the same, in place, unwritten, both of the latter, or laid out alike."""
+        found: tuple[list[Any], ...] = [], [], [], [], []
         for objects, read, chained, then, same, placed, versioned in self._columns:
             values = objects if read is None else map(read, objects)
             values = chain.from_iterable(values) if chained else values
             values = list(values if then is None else map(then, values))
-            wanted = same, placed, versioned, placed and versioned
+            wanted = same, placed, versioned, placed and versioned, placed and not same
             for values_of_kind in compress(found, wanted):
                 values_of_kind += values
         return found
@@ -143,13 +118,13 @@ class Fingerprint:
         """Read everything again; True if it is as :meth:`record` found it."""
         self._versioned = []
         try:
-            same, placed, versioned, _ = self._read()
+            same, placed, versioned, _, laid_out = self._read()
             unchanged = (
                 len(same) == len(self._known)
                 and all(map(is_, same, self._known))
                 and list(map(data_ptr, placed)) == self._addresses
                 and not any(map(_is_freed, self._blocks))
-                and self._have_known_layouts(*placed)
+                and self._have_known_layouts(*laid_out)
                 and list(map(version, versioned)) == self.versions.values
             )
         except (KeyError, AttributeError, RuntimeError, TypeError):

@@ -13,42 +13,25 @@ SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float
 
 
 class CodeType(NamedTuple):
-    """A number format of codes: a sign, an exponent and a mantissa.
+    """A number format of codes: a sign, an exponent and a mantissa."""
 
-    Attributes:
-        name: What kernels know it by, if they do.
-        bits: Bits of a code.
-        largest: The code of the largest magnitude.
-        per_power: Number of codes from a power of two to the next.
-        has_nan: Whether a code means NaN; a block's scale does where none does.
-        encode: Rounds float32 values to codes, uint8 with one code per byte.
-        pack: Puts codes along the last dimension into bytes, the first one into the low bits.
-        decode: float32 values of bytes.
-    """
-
-    name: str
-    bits: int
-    largest: int
-    per_power: int
-    has_nan: bool
-    encode: Callable[[Tensor], Tensor]
-    pack: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
+    name: str  # what kernels know it by, if they do
+    bits: int  # of a code
+    largest: int  # the code of the largest magnitude
+    per_power: int  # number of codes from a power of two to the next
+    has_nan: bool  # whether a code means NaN; a block's scale does where none does
+    encode: Callable[[Tensor], Tensor]  # rounds float32 to codes, uint8 with one code per byte
+    pack: Callable[[Tensor], Tensor]  # puts codes of the last dimension into bytes, low bits first
+    decode: Callable[[Tensor], Tensor]  # float32 values of bytes
 
 
 class Inner(NamedTuple):
-    """An inner tensor over the matrix that it belongs to.
+    """An inner tensor over the matrix that it belongs to."""
 
-    Attributes:
-        rows, cols: Rows and columns of the matrix per entry.
-        transposed: Whether its first dimension runs along the columns of the matrix.
-        padding: Its own rows and columns are padded to multiples of these.
-    """
-
-    rows: int
-    cols: int
-    transposed: bool = False
-    padding: tuple[int, int] = (1, 1)
+    rows: int  # of the matrix per entry
+    cols: int  # of the matrix per entry
+    transposed: bool = False  # whether its first dimension runs along the columns of the matrix
+    padding: tuple[int, int] = (1, 1)  # its own rows and columns are padded to multiples of these
 
     def extent(self, rows: int, cols: int) -> tuple[int, int]:
         """Its shape for a [rows, cols] matrix, without padding."""
@@ -70,59 +53,38 @@ class Direction(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """Options for computing scales from amaxes.
+    """Options for computing scales from amaxes."""
 
-    Attributes:
-        force_pow_2_scales: Round scales down to powers of two.
-        amax_epsilon: Lower bound of amaxes.
-        rounding: What is added to the bits of an amax of MXFP4 before its exponent is taken.
-    """
-
-    force_pow_2_scales: bool = False
-    amax_epsilon: float = 0.0
-    rounding: int = 0
+    force_pow_2_scales: bool = False  # round scales down to powers of two
+    amax_epsilon: float = 0.0  # lower bound of amaxes
+    rounding: int = 0  # added to the bits of an amax of MXFP4 before its exponent is taken
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """What a format stores for a matrix.
 
-    Attributes:
-        block: Side of a square block, or length of a block within a row or column.
-        code_type: The number format of codes.
-        scale_type: The number format of block scales; None if blocks have none.
-        rowwise, columnwise: The directions, whose blocks lie along rows or columns.
-        is_square: Whether both directions share square blocks. Columnwise codes are the transposed
-            rowwise ones, or the rowwise ones themselves; see :attr:`shares_codes`.
-        tensor_scale: The amax of the tensor that is part of its scales: none, that of the "current"
-            values, or "delayed" ones, of earlier values.
-        scale_rule: How scales follow from amaxes.
-        multiple: Rows and columns of a matrix must be multiples of this.
-        kernel_multiple: Kernels quantize and step matrices whose rows and columns are multiples of
-            this, and operators all others.
-        history: Number of amaxes that are kept for a delayed scale.
-        kept: The directions that are stored.
-        has_gemm_scales: Whether swizzled scales are stored too.
+    With square blocks, columnwise codes are the transposed rowwise ones, or the same. The amax of
+    the "current" values, or a "delayed" one, of earlier values, may be part of the scales.
     """
 
-    block: int
+    block: int  # side of a square block, or length of a block within a row or column
     code_type: CodeType
-    scale_type: Literal["e4m3", "e8m0", "float32"] | None
-    rowwise: Direction
-    columnwise: Direction
+    scale_type: Literal["e4m3", "e8m0", "float32"] | None  # None if blocks have no scales
+    rowwise: Direction  # with blocks along rows
+    columnwise: Direction  # with blocks along columns
     is_square: bool
     tensor_scale: Literal["current", "delayed"] | None = None
     scale_rule: ScaleRule = ScaleRule()
-    multiple: int = 1
-    kernel_multiple: int = 1
-    history: int = 0
-    kept: tuple[str, ...] = USAGES
-    has_gemm_scales: bool = False
+    multiple: int = 1  # rows and columns of a matrix must be multiples of it
+    kernel_multiple: int = 1  # the same for kernels; operators take other matrices
+    history: int = 0  # number of amaxes that are kept for a delayed scale
+    kept: tuple[str, ...] = USAGES  # the directions that are stored
+    has_gemm_scales: bool = False  # whether swizzled scales are stored too
 
     def fits_kernels(self, rows: int, cols: int) -> bool:
         """Whether kernels quantize and step a [rows, cols] matrix."""
-        multiple = max(self.multiple, self.kernel_multiple)
-        return not (rows % multiple or cols % multiple)
+        return not (rows % self.kernel_multiple or cols % self.kernel_multiple)
 
     @property
     def shares_codes(self) -> bool:
@@ -161,9 +123,8 @@ class Layout:
     def rows_per_entry(self) -> dict[str, int]:
         """The inner tensors that can be cut along rows, with the matrix rows per entry of each.
 
-        All other inner tensors, except the tensor's amax and its history, can be derived from
-        these. Empty if the tensor cannot be cut along rows: columnwise codes with scales of their
-        own need whole columns.
+        Other codes and scales can be derived from these. Empty if nothing can be cut: columnwise
+        codes with scales of their own need whole columns.
         """
         if self.is_square:
             names = ("rowwise_data", "block_scale_inv") if "rowwise" in self.kept else ()
@@ -195,6 +156,6 @@ class Layout:
         scales = getattr(self, usage).scales
         grid = grid.t() if scales.transposed else grid
         for dim, n in enumerate(self.repeats(usage)):
-            grid = grid.repeat_interleave(n, dim) if n > 1 else grid
+            grid = grid.repeat_interleave(n, dim)
         below, beside = (-n % pad for n, pad in zip(grid.shape, scales.padding, strict=True))
         return torch.nn.functional.pad(grid, (0, beside, 0, below))

@@ -25,20 +25,25 @@ aten = torch.ops.aten
 
 
 # nn.Parameter, state_dict and .data share the storage of the tensor that they wrap.
-@implements_operator(aten.detach.default, aten.alias.default)
-def _detach(func: Callable, tensor: QuantizedTensor) -> QuantizedTensor:
-    return tensor._alias()
+implements_operator(aten.detach.default, aten.alias.default)(lambda func, x: x._alias())
+implements_operator(aten.clone.default)(lambda func, x, **how: x._map_storage(torch.clone))
+# torch.load and data loaders ask whether memory is pinned; FSDP2's CPU offload pins it.
+implements_operator(aten.is_pinned.default)(
+    lambda func, x, *device, **how: all(inner.is_pinned() for inner in x.inner.present)
+)
+implements_operator(aten._pin_memory.default)(
+    lambda func, x, *device: x._map_storage(torch.Tensor.pin_memory, keeps_init_val=True)
+)
 
 
-@implements_operator(aten.clone.default)
-def _clone(
-    func: Callable, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None
-) -> QuantizedTensor:
-    return tensor._map_storage(torch.clone)
+@implements_operator(aten.record_stream.default)
+def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
+    for inner in tensor.inner.present:
+        func(inner, stream)
 
 
-# p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight. Parameters
-# stay quantized, as Module.float() and Module.to(dtype) call the same methods on them.
+# p.detach().float() and p.detach().to(dtype) ask for values, such as a master weight; parameters
+# stay quantized, for Module.float() and Module.to(dtype).
 def _values_as(dtype: torch.dtype, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return tensor.to(dtype) if is_parameter else tensor.dequantize(dtype)
@@ -51,9 +56,8 @@ for _method, _dtype in zip(("float", "bfloat16", "half"), HIGH_PRECISION_DTYPES,
 @implements_function(torch.Tensor.to)
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     moved = torch.Tensor.to(tensor, *args, **kwargs)
-    if isinstance(moved, QuantizedTensor) and not isinstance(tensor, torch.nn.Parameter):
-        return moved if moved.dtype == tensor.dtype else moved.dequantize()
-    return moved
+    is_value = isinstance(moved, QuantizedTensor) and not isinstance(tensor, torch.nn.Parameter)
+    return moved.dequantize() if is_value and moved.dtype != tensor.dtype else moved
 
 
 # Module.to, .cuda, .cpu, .bfloat16: the bytes move, the nominal dtype changes, nothing is rounded.
@@ -62,11 +66,9 @@ def _to_copy(
     func: Callable,
     tensor: QuantizedTensor,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool = False,
     non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
+    **options: Any,
 ) -> Tensor:
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         return tensor._read(dtype).to(device=device)
@@ -88,11 +90,7 @@ def _to(func: Callable, *args: Any, **kwargs: Any) -> Tensor:
 # Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
 @implements_operator(aten.empty_like.default)
 def _empty_like(
-    func: Callable,
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: Any,
+    func: Callable, tensor: QuantizedTensor, dtype: Any = None, device: Any = None, **options: Any
 ) -> Tensor:
     device = tensor.device if device is None else device
     if dtype is not None:
@@ -133,10 +131,7 @@ def _slice(
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor | None:
-    """A window on the indices ``start`` to ``end`` of a dimension, or None if there is none.
-
-    There are windows on any rows, and on columns that are whole blocks.
-    """
+    """A window on these indices of a dimension: any rows, or columns in whole blocks; or None."""
     dim, block = dim % tensor.dim(), tensor.quantizer.layout.block
     shape = (*tensor.shape[:dim], end - start, *tensor.shape[dim + 1 :])
     if not tensor.quantizer.layout.rows_per_entry:
@@ -158,20 +153,15 @@ def _new_empty(tensor: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 # Weights that are frozen before they have an optimizer, such as the base of adapters, get no master
 # that would start from the value.
-@implements_function(torch.Tensor.requires_grad_)
+@implements_function(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
 def _requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
-    _set_requires_grad(tensor, requires_grad)
-    return tensor
-
-
-@implements_function(torch.Tensor.requires_grad.__set__)
-def _set_requires_grad(tensor: QuantizedTensor, value: bool) -> None:
-    is_frozen_now = tensor.requires_grad and not value
-    torch.Tensor.requires_grad.__set__(tensor, value)
+    is_frozen_now = tensor.requires_grad and not requires_grad
+    torch.Tensor.requires_grad.__set__(tensor, requires_grad)
     # Not for aliases: nn.Parameter(weight.detach(), False) makes one.
     is_base = isinstance(tensor, torch.nn.Parameter) and not tensor._shared.stepped_by
     if is_frozen_now and is_base:
         tensor.clear_high_precision_init_val()
+    return tensor
 
 
 @implements_operator(aten.new_zeros.default, aten.new_empty.default)
@@ -208,11 +198,7 @@ def _view(func: Callable, tensor: QuantizedTensor, shape: tuple[int, ...]) -> Te
 
 @implements_operator(aten.as_strided.default)
 def _as_strided(
-    func: Callable,
-    tensor: QuantizedTensor,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    storage_offset: int | None = None,
+    func: Callable, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None
 ) -> Tensor:
     is_same = (tuple(size), tuple(stride)) == (tuple(tensor.shape), tuple(tensor.stride()))
     if is_same and not storage_offset:
@@ -220,19 +206,9 @@ def _as_strided(
     return func(tensor._read(), size, stride, storage_offset)
 
 
-@implements_operator(aten.record_stream.default)
-def _record_stream(func: Callable, tensor: QuantizedTensor, stream: torch.Stream) -> None:
-    for inner in tensor.inner.present:
-        func(inner, stream)
-
-
 # Optimizer states and gradients are plain tensors in the shape of the parameter.
 @implements_operator(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
+    *(getattr(aten, f"{kind}_like").default for kind in ("zeros", "ones", "full", "rand", "randn"))
 )
 def _plain_like(func: Callable, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -257,7 +233,14 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
     is_same = _reads_as(out, value)
     if not is_same:
         if shared.is_copy and not isinstance(out, torch.nn.Parameter):
-            _warn_of_averages(out)
+            shared.is_copy = False  # warns once, of values that come as averages do, by detach()
+            warnings.warn(
+                f"values written to a copy of a model are rounded to {type(out).__name__} each "
+                "time, so that a moving average of weights stands still: call "
+                "dequantize_model(copy) before you average, or use "
+                "torch.optim.swa_utils.AveragedModel, whose copy is plain",
+                stacklevel=2,
+            )
         if shared.left is not None:
             left = shared.left._alias(tuple(out.shape), out._start, out._start_col)
             source = left if _reads_as(left, value) else source
@@ -272,22 +255,8 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
     return out
 
 
-def _warn_of_averages(out: QuantizedTensor) -> None:
-    """Warn of values for a copied parameter that come as averages do, through ``detach()``."""
-    out._shared.is_copy = False  # once
-    warnings.warn(
-        f"values written to a copy of a model are rounded to {type(out).__name__} each time, so "
-        "that a moving average of weights stands still: call dequantize_model(copy) before you "
-        "average, or use torch.optim.swa_utils.AveragedModel, whose copy is plain",
-        stacklevel=2,
-    )
-
-
 def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
-    """Whether a tensor decodes to exactly these values, as when its own values are loaded again.
-
-    Then the bytes are kept, because quantizing the values again could change the scales.
-    """
+    # Then its bytes are kept: quantizing the values again could change the scales.
     shared = tensor._shared
     # Reading would quantize pending rows too early.
     if shared.first_row is None or shared.pending is not None or tensor.is_meta or value.is_meta:
@@ -337,16 +306,3 @@ def _trunc_normal_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 torch.nn.init._no_grad_trunc_normal_ = _trunc_normal_at_once
-
-
-# torch.load and data loaders query it; FSDP2's CPU offload pins memory.
-@implements_operator(aten.is_pinned.default)
-def _is_pinned(func: Callable, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in tensor.inner.present)
-
-
-@implements_operator(aten._pin_memory.default)
-def _pin_memory(
-    func: Callable, tensor: QuantizedTensor, device: torch.device | None = None
-) -> QuantizedTensor:
-    return tensor._map_storage(torch.Tensor.pin_memory, keeps_init_val=True)

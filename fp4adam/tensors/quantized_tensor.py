@@ -13,19 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4adam.tensors import rows, swizzle, transpose
-from fp4adam.tensors.quantizer import (
-    HIGH_PRECISION_DTYPES,
-    Operands,
-    Quantizer,
-    check_dtype,
-    check_tensor,
-)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype, check_tensor
 from fp4adam.tensors.storage import STORAGE_NAMES, SharedStorage, Storage
 from fp4adam.tensors.te_names import TensorNames
-
-# Part of the key of torch.compile's disk cache: graphs that call operators of another version of
-# this package would not run.
-_OPERATORS_OF_GRAPHS = "fp4adam::dequantize"
 
 _FUNCTIONS: dict[Callable, Callable] = {}
 _OPERATORS: dict[Callable, Callable] = {}
@@ -52,10 +42,7 @@ def _of_storage(name: str, doc: str) -> property:
 
 class _NoStorage(torch.UntypedStorage):
     def data_ptr(self) -> int:
-        raise RuntimeError(
-            "a tensor must be plain to have one storage, got a quantized one; export "
-            "tensor.dequantize(), or save it with torch.save"
-        )
+        raise RuntimeError("a quantized tensor has no storage; export tensor.dequantize()")
 
 
 class QuantizedTensor(TensorNames, torch.Tensor):
@@ -64,17 +51,12 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     To autograd and modules it looks like a dense tensor of its nominal ``dtype``: gradients are
     plain tensors, and operators that do not know the format see the dequantized values. Create one
     with ``quantizer.quantize(x)``; write to it with :meth:`quantize_`, ``copy_`` or another full
-    overwrite such as ``normal_``. Results of ``split``, ``narrow`` and slicing along the first
-    dimension, and of whole blocks along the last one, stay quantized and share memory with it, if
-    the format's ``rows_per_entry`` is not empty; they can be read, not written. All other views are
-    dequantized copies: writing to one does not change the tensor.
-
-    Attributes:
-        quantizer: The :class:`Quantizer` that made it.
-        exists: Of the class: whether this process has made any quantized tensor.
+    overwrite such as ``normal_``. Slices along the first dimension, and of whole blocks along the
+    last one, stay quantized and share memory with it, if the format's ``rows_per_entry`` is not
+    empty; they can be read, not written. All other views are dequantized copies.
     """
 
-    exists = False
+    exists = False  # whether this process has made any
     # One object for all tensors, since torch tells storages apart by identity.
     _no_storage = _NoStorage(0)
     inner = _of_storage("tensors", "The ``Storage``; the inner tensors are attributes, too.")
@@ -116,8 +98,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, uint8; None without columnwise usage.
 
-        A tensor gathered by FSDP2 derives them from the rowwise codes on access; 2-D MXFP8 has one
-        copy for both directions.
+        Those of a tensor gathered by FSDP2 are transposed on access.
         """
         stored, layout = self.inner.columnwise_data, self.quantizer.layout
         if stored is not None or not self.quantizer.columnwise:
@@ -128,10 +109,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of ``rowwise_data`` in Transformer Engine's layout; padding is 0.
-
-        The scale of a square NVFP4 block is repeated for each of its 16 rows.
-        """
+        """Decode scales of ``rowwise_data`` in Transformer Engine's layout; padding is 0."""
         return self.quantizer.scale_inv(self.inner, "rowwise")
 
     @property
@@ -144,9 +122,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         """Scales of ``rowwise_data`` in the layout that the block-scaled GEMM reads.
 
         NVFP4 and MXFP8: uint8 [rows padded to 128, blocks per row padded to 4], swizzled in tiles
-        of 128x4 (cuBLAS; ``SWIZZLE_32_4_4`` in torch); padding is 0. With ``optimize_for_gemm``
-        they are stored at a fixed address; otherwise each access launches a kernel and returns a
-        new tensor. Float8Block: ``rowwise_scale_inv``.
+        of 128x4 (``SWIZZLE_32_4_4`` in torch), padded with 0; stored with ``optimize_for_gemm``,
+        else made at each access. Float8Block: ``rowwise_scale_inv``.
         """
         return self._gemm_scale_inv("rowwise")
 
@@ -169,15 +146,13 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return sum(inner.numel() * inner.element_size() for inner in self.inner.present)
 
     def quantize_(self, x: Tensor) -> "QuantizedTensor":
-        """Overwrite the values with ``x``; storage addresses stay.
+        """Overwrite the values with those of a tensor of the same shape; storage addresses stay.
 
-        Args:
-            x: float32, bfloat16 or float16 tensor of the same shape, on any device. A quantized
-                tensor of the same format is copied byte for byte, in the directions that both have.
+        One of the same format is copied byte for byte, in the directions that both have.
 
         Raises:
             ValueError: If the shape differs.
-            TypeError: If the dtype is not one of the three, or ``x`` is not a dense tensor.
+            TypeError: If ``x`` is not a dense tensor of float32, bfloat16 or float16.
             RuntimeError: If FSDP2 has gathered this tensor.
         """
         check_tensor(x)
@@ -203,10 +178,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             # Its amax is the shard's own tensor, so a write would corrupt the shard.
             raise RuntimeError(
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
-                f"{tuple(self.shape)} that FSDP2 has gathered, where writes would be lost; call "
-                "reshard() of its module first"
+                f"{tuple(self.shape)} that FSDP2 has gathered; call reshard() of its module first"
             )
-        if not plain and x._window == self._window:
+        if not plain and x._window() == self._window():
             return  # loading an alias of itself, such as a tensor from state_dict()
         is_new = shared.first_row is None
         with torch.no_grad():
@@ -226,7 +200,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         mark_written([self])
 
     def _keep_left(self) -> None:
-        """Keep what a step has left, before other code writes; see ``SharedStorage``."""
+        """Keep what a step has left, before other code writes."""
         shared = self._shared
         is_stepped = shared.stepped_by and self._high_precision_init_val is None
         if is_stepped and shared.left is None and not self.is_meta:
@@ -244,11 +218,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor; differentiable.
 
-        Args:
-            dtype: float32, bfloat16 or float16; None for the nominal dtype of the tensor.
-
-        Raises:
-            TypeError: If ``dtype`` is not one of the three.
+        ``dtype`` is float32, bfloat16 or float16, else TypeError; None for the nominal one.
         """
         dtype = self.dtype if dtype is None else dtype
         check_dtype("dtype", dtype)
@@ -262,46 +232,31 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @property
     def _high_precision_init_val(self) -> Tensor | None:
-        shared = self._shared
-        value = None if shared.next_init_val is not None else shared.init_val
-        if value is None or value.shape == self.shape:
-            return value
-        return rows.rows_of(self, value).view(self.shape)
+        value = self._shared.init_val
+        if value is None or value.is_meta:
+            return None
+        return value if value.shape == self.shape else rows.rows_of(self, value).view(self.shape)
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        # A value on the meta device means: keep the next value that is written.
-        is_meta = value is not None and value.is_meta
-        if not rows.is_all(self):
-            if value is None or is_meta:
-                return  # the value belongs to the other rows too
-            raise ValueError(
-                "a value before quantization must be one of the whole tensor, got one of rows of "
-                f"shape {tuple(self.shape)}; set it on the tensor that they were sliced from"
-            )
-        self._shared.init_val = value
+        if rows.is_all(self):  # that of a slice belongs to the other rows too
+            self._shared.init_val = value
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], Tensor]:
-        """A method that returns the high-precision initial value, on its device.
-
-        As in Transformer Engine, only tensors that keep one have it: ``hasattr`` tells.
-        """
+        """Returns the high-precision initial value; only tensors that keep one have this method."""
         value = self._high_precision_init_val
         if value is None:
             raise AttributeError(
-                "get_high_precision_init_val must be called while a tensor keeps the value before "
-                f"quantization, got a {type(self).__name__} that keeps none; ask hasattr first, or "
-                "take tensor.dequantize()"
+                f"get_high_precision_init_val: a {type(self).__name__} keeps no value before "
+                "quantization now; ask hasattr first, or take tensor.dequantize()"
             )
         return lambda: value
 
     def pending_value(self) -> Tensor | None:
         """The written value that cannot be quantized without the other ranks, or None."""
-        shared = self._shared
-        if shared.pending is None:
-            return None
-        return rows.rows_of(self, shared.pending).view(self.shape)
+        pending = self._shared.pending
+        return None if pending is None else rows.rows_of(self, pending).view(self.shape)
 
     def written_value(self) -> Tensor | None:
         """The value before quantization, where that is kept until a step uses it."""
@@ -313,44 +268,32 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         self._high_precision_init_val = None
 
     def data_ptr(self) -> int:
-        """Address of the codes; the wrapper itself has no memory, so torch would report 0."""
         return self.inner.codes.data_ptr()
 
-    # torch's implementations of these would use the wrapper's own memory, which does not exist.
     def is_shared(self) -> bool:
-        """Whether the inner tensors are in shared memory."""
         return all(inner.is_shared() for inner in self.inner.present)
 
     def share_memory_(self) -> "QuantizedTensor":
-        """Move the inner tensors to shared memory."""
         self.inner = self.inner.map(torch.Tensor.share_memory_)
         return self
 
-    # Asynchronous checkpoints copy the storage of a tensor with an address, then its attributes.
-    # The attributes include the inner tensors, so an empty storage is enough.
+    # Asynchronous checkpoints copy the storage, then the attributes, which are the inner tensors.
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage; the inner tensors have their own."""
         return self._no_storage
 
     def set_(self, *args: Any) -> "QuantizedTensor":
-        """Refused, except for the empty storage."""
         if not (isinstance(args[0], torch.UntypedStorage) and args[0].nbytes() == 0):
             raise _refusal("set_", self)
         return self
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        raise BufferError(
-            f"a tensor must be plain to be exported through DLPack, got a {type(self).__name__}; "
-            "export tensor.dequantize()"
-        )
+        name = type(self).__name__
+        raise BufferError(f"a tensor must be plain, got a {name}; export tensor.dequantize()")
 
     @property
     def data(self) -> "QuantizedTensor":
-        """The detached tensor on the same storage.
-
-        Assigning a tensor of the same format swaps the storage; any other tensor is quantized in
-        place.
-        """
+        """The detached tensor; one of the same format can be assigned, others are quantized."""
         return self.detach()
 
     @data.setter
@@ -361,7 +304,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"{tuple(value.shape)}; make a new parameter instead"
             )
         check_dtype("data of a quantized tensor", value.dtype)
-        if not same_format(self, value):
+        if getattr(value, "quantizer", None) != self.quantizer:
             warnings.warn(
                 f"values assigned to .data of a {type(self).__name__} are rounded to its format; "
                 "to merge adapters of PEFT, make the weights plain first: dequantize_model(model). "
@@ -374,7 +317,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         if kept is not None and value._shared.init_val is None and self.has_bytes_of(value):
             value._high_precision_init_val = kept
         value._shared.stepped_by = value._shared.stepped_by or self._shared.stepped_by
-        self._shared, self._start, self._start_col = value._window
+        self._shared, self._start, self._start_col = value._window()
         torch.autograd.graph.increment_version(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -390,7 +333,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         alias._start, alias._start_col = self._start + start, self._start_col + start_col
         return alias
 
-    @property
     def _window(self) -> tuple[SharedStorage, int, int]:
         return self._shared, self._start, self._start_col
 
@@ -405,7 +347,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         pending = source._shared.pending
         changes = {"pending": None if pending is None else fn(pending)}
         if keeps_init_val:
-            changes["init_val"] = self._shared.next_init_val if kept is None else fn(kept)
+            changes["init_val"] = self._shared.init_val if kept is None else fn(kept)
         new = source._shared.on(source.inner.map(fn), **changes)
         return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
 
@@ -431,10 +373,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             f"{bits} bits per element, dtype={self.dtype}, device='{self.device}'{grad})"
         )
 
-    # torch.compile, FSDP2 and swap_tensors use these two to take a subclass apart.
-    def __tensor_flatten__(
-        self,
-    ) -> tuple[list[str], tuple[Quantizer, torch.dtype, Operands, bool]]:
+    # Used by torch.compile, FSDP2 and swap_tensors.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         # torch.compile has to compare operands too; quantizers exclude them from ==.
         spec = self.global_spec
         is_parallel = spec is not None and spec.is_parallel and spec.chunk == spec.shape[0]
@@ -443,15 +383,10 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        context: tuple[Quantizer, torch.dtype, Operands, bool],
-        outer_size: tuple[int, ...],
-        outer_stride: tuple[int, ...],
+        cls, inner: dict[str, Tensor], context: tuple, outer_size: tuple, outer_stride: tuple
     ) -> "QuantizedTensor":
         quantizer, dtype, _, is_parallel = context
         if is_parallel:
-            # A graph could neither quantize operands by the recipe nor agree on an amax.
             raise NotImplementedError(
                 "layers whose weights parallelize_module has distributed must not be compiled, got "
                 f"a {cls.__name__} of shape {tuple(outer_size)}; leave them eager "
@@ -462,10 +397,11 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return cls(outer_size, dtype, quantizer, tensors)
 
     def _stable_hash_for_caching(self) -> str:
-        """The tensor's part of torch.compile's disk cache key: metadata, but no values."""
+        """The part in the key of torch.compile's disk cache: metadata, but no values."""
         looks = [(x.shape, x.stride(), x.dtype, x.device) for x in self.inner.present]
         own = type(self).__name__, self.shape, self.requires_grad, *self.__tensor_flatten__()
-        parts = (_OPERATORS_OF_GRAPHS, *own, looks)
+        # Graphs that call operators of another version of this package would not run.
+        parts = ("fp4adam::dequantize", *own, looks)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
@@ -474,8 +410,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "only leaf tensors can be deep-copied, got the result of an operation; "
-                "call detach() first"
+                "only leaf tensors can be deep-copied, got the result of an operation; detach() it"
             )
         shape = tuple(self.shape)
         new = type(self)(shape, self.dtype, self.quantizer, self._shared, self.requires_grad)
@@ -517,11 +452,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         return func(*args, **kwargs)
 
 
-def same_format(a: Tensor, b: Tensor) -> bool:
-    """Whether both are quantized tensors of the same format and shape, for copies byte by byte."""
-    return type(a) is type(b) and a.quantizer == b.quantizer and a.shape == b.shape
-
-
 def mark_written(tensors: Sequence[QuantizedTensor]) -> None:
     """Raise the versions of tensors and their inner tensors, which kernels do not do."""
     inner = chain.from_iterable(tensor.inner.versioned for tensor in tensors)
@@ -529,11 +459,7 @@ def mark_written(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 def _rebuild_quantized_tensor(
-    cls: type[QuantizedTensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    attributes: dict[str, Any],
+    cls: type, shape: tuple, dtype: torch.dtype, requires_grad: bool, attributes: dict
 ) -> QuantizedTensor:
     attributes = dict(attributes)
     init_val = attributes.pop("_high_precision_init_val", None)
@@ -547,7 +473,7 @@ def _rebuild_quantized_tensor(
 class Dequantize(torch.autograd.Function):
     """Differentiable dequantization; for ``after`` see ``Quantizer.read``."""
 
-    # A combined forward: with a separate setup_context, autograd inspects signatures at every call.
+    # Without setup_context: autograd would inspect signatures at every call.
     @staticmethod
     def forward(
         ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = None
@@ -570,7 +496,7 @@ def _refusal(what: object, tensor: QuantizedTensor) -> NotImplementedError:
 
 
 def _refuse_in_place(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Refuse in-place operators: rounding after each one would silently lose small updates."""
+    # Rounding after each one would silently lose small updates.
     name = func._schema.name
     for i, argument in enumerate(func._schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write

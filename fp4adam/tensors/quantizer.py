@@ -20,16 +20,7 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """The operands that a linear layer quantizes besides its weight; see :class:`fp4adam.Recipe`.
-
-    Attributes:
-        activations: Whether activations are quantized.
-        gradients: Whether output gradients are quantized.
-        emulate: Whether matmuls multiply decoded operands in FP32 on every device.
-        fake_activations: Whether activations are quantized and decoded before ordinary matmuls.
-        weight_gradients: Whether gradients of weights are products of quantized operands, if
-            activations and gradients are quantized.
-    """
+    """The operands that a layer quantizes besides its weight; see :class:`fp4adam.Recipe`."""
 
     activations: bool = False
     gradients: bool = False
@@ -58,27 +49,18 @@ class Quantizer(QuantizerNames, Generic[T]):
     )
 
     tensor_class: ClassVar[type[Tensor]]
-    # The name of the format in kernels that serve several formats.
-    name: ClassVar[str]
-    # Whether kernels quantize and decode as ``encode`` and ``decode`` of the same class say.
-    kernels: ClassVar[bool] = False
-    # The largest value of a tensor whose per-tensor scale is 1.
-    largest_value: ClassVar[float] = 0.0
+    kernels: ClassVar[bool] = False  # whether there are some with the arithmetic of this very class
+    largest_value: ClassVar[float] = 0.0  # of a tensor whose per-tensor scale is 1
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError(
-                "rowwise and columnwise must not both be False, got rowwise=False, "
-                "columnwise=False; keep at least one direction"
+                "rowwise and columnwise must not both be False, got False, False; keep one of them"
             )
 
     # Copies and files hold the arguments alone.
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -125,41 +107,30 @@ class Quantizer(QuantizerNames, Generic[T]):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> T:
-        """Allocate a tensor of this format, filled with zeros.
+        """A tensor of this format, filled with zeros.
 
-        Args:
-            shape: Logical shape, at least 2 dimensions.
-            dtype: Nominal dtype, as seen by autograd and other code.
-            device: Device to allocate on; None is the default device.
+        ``dtype`` is its nominal dtype: float32, bfloat16 or float16.
 
         Raises:
-            ValueError: If the format cannot hold the shape.
-            TypeError: If ``dtype`` is not float32, bfloat16 or float16.
+            ValueError: If the format cannot hold the shape, of at least 2 dimensions.
+            TypeError: If ``dtype`` is none of these.
         """
-        shape = tuple(shape)
         self.check_shape(shape)
         check_dtype("dtype", dtype)
-        return self.tensor_class(shape, dtype, self, self.zeros(*flat_shape(shape), device))
+        return self.tensor_class(tuple(shape), dtype, self, self.zeros(*flat_shape(shape), device))
 
     def zeros(self, rows: int, cols: int, device: torch.device | str | None = None) -> Storage:
         """New inner tensors for a [rows, cols] matrix, all zero."""
         backend.check_device(torch.get_default_device() if device is None else torch.device(device))
-        return Storage.of(
-            {
-                name: torch.zeros(size, dtype=kind, device=device)
-                for name, (size, kind) in self.layout.shapes(rows, cols).items()
-            }
-        )
+        shapes = self.layout.shapes(rows, cols).items()
+        return Storage.of({n: torch.zeros(s, dtype=kind, device=device) for n, (s, kind) in shapes})
 
     def quantize(self, x: Tensor) -> T:
-        """Quantize ``x`` (float32, bfloat16 or float16, at least 2 dimensions) to a new tensor.
-
-        The result has the shape and device of ``x``; its nominal dtype is the dtype of ``x``.
-        Gradients pass straight through.
+        """A new tensor like ``x``, with its values; gradients pass straight through.
 
         Raises:
-            ValueError: If the format cannot hold the shape.
-            TypeError: If ``x`` is not a dense tensor, or not of these dtypes.
+            ValueError: If the format cannot hold the shape, of at least 2 dimensions.
+            TypeError: If ``x`` is not a dense tensor of float32, bfloat16 or float16.
         """
         check_tensor(x)
         if x.requires_grad and torch.is_grad_enabled():
@@ -179,29 +150,24 @@ class Quantizer(QuantizerNames, Generic[T]):
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The stored block scales, and the float32 factors that map values to codes.
+        """The stored scales of blocks with these amaxes, and the factors from values to codes.
 
-        Args:
-            amaxes: Amax of each block, float32.
-            tensor_amax: Amax of the tensor, float32 [1], if it is part of the scales.
-            dtype: The dtype that the values were rounded to.
+        All are float32 but the scales. ``tensor_amax`` is [1], if it is part of the scales;
+        ``dtype`` the one that values were rounded to.
         """
         raise NotImplementedError
 
     def decode(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        """The float32 factors that map codes to values in blocks with these stored scales."""
+        """The float32 factors from codes to values in blocks with these stored scales."""
         raise NotImplementedError
 
     def factors(self, scales: Tensor | None, tensor_amax: Tensor | None) -> Tensor:
-        """The factors that map values to codes in blocks with these stored scales, float32."""
+        """The float32 factors from values to codes in blocks with these stored scales."""
         raise NotImplementedError
 
     @functools.cached_property
     def has_kernels(self) -> bool:
-        """Whether kernels give the bits of this class.
-
-        They do not where a derived class encodes or decodes in its own way: operators run instead.
-        """
+        """Whether kernels give the bits of this class: not where it has arithmetic of its own."""
 
         def owner(name: str) -> type:
             return next(base for base in type(self).__mro__ if name in vars(base))
@@ -210,7 +176,6 @@ class Quantizer(QuantizerNames, Generic[T]):
         return self.kernels and all(issubclass(owner("kernels"), each) for each in own)
 
     def uses_kernels(self, device: torch.device) -> bool:
-        """Whether kernels quantize and decode tensors of this format on a device."""
         return self.has_kernels and backend.uses_kernels(device)
 
     def measure(self, x: Tensor, amax: Tensor) -> None:
@@ -225,11 +190,7 @@ class Quantizer(QuantizerNames, Generic[T]):
             amax.zero_()
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
-        """Make each amax, float32 [1], that of the values about to be written to its tensor.
-
-        Afterwards the tensor's own amax is the one to quantize them with. All are on one device and
-        of a format that stores an amax.
-        """
+        """Set the amaxes to quantize values with these amaxes, float32 [1], with; on one device."""
         for each, amax in zip(tensors, amaxes, strict=True):
             each.amax.copy_(amax)
 
@@ -240,7 +201,7 @@ class Quantizer(QuantizerNames, Generic[T]):
     def write(self, x: Tensor, out: Storage, amax: Tensor | None = None) -> None:
         """Quantize the contiguous matrix ``x`` into ``out``; swizzled scales are not written.
 
-        ``amax``: To use instead of the amax of ``x``, float32 [1], for formats that store one.
+        ``amax``, float32 [1], takes the place of that of ``x`` in formats that store one.
         """
         if self.layout.tensor_scale is not None:
             if amax is None:
@@ -257,15 +218,14 @@ class Quantizer(QuantizerNames, Generic[T]):
     def read(self, tensors: Storage, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Decode ``tensors`` to a plain [rows, cols] matrix of ``dtype``.
 
-        ``after`` is not read. It is a false dependency, which keeps torch.compile from decoding
-        before ``after`` has been computed.
+        ``after`` is not read: it keeps torch.compile from decoding before it has been computed.
         """
         if backend.runs_eagerly(tensors.codes):
             return self._read(tensors, dtype)
-        scales = getattr(tensors, self.layout.scales_of(tensors.usage))
-        return _dequantize(
-            tensors.codes, scales, tensors.amax, self._key, tensors.usage, dtype, after
-        )
+        names = f"{tensors.usage}_data", self.layout.scales_of(tensors.usage), "amax"
+        names = [name for name in names if getattr(tensors, name) is not None]
+        inner = [getattr(tensors, name) for name in names]
+        return _dequantize(inner, ",".join(names), self._key, dtype, after)
 
     def _read(self, tensors: Storage, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels(tensors.codes.device):
@@ -281,7 +241,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         return f"{type(self).__module__}.{self!r}"
 
     def register(self) -> None:
-        """Make the quantizer known to compiled graphs, by a name; before they are traced."""
+        """Make the quantizer known to compiled graphs, before they are traced."""
         _BY_KEY.setdefault(self._key, self)
 
     def decoded_shape(self, tensors: Storage) -> tuple[int, int]:
@@ -291,11 +251,10 @@ class Quantizer(QuantizerNames, Generic[T]):
         return rows * inner.rows, cols * inner.cols
 
     def decoder(self, tensors: Storage, out: Tensor) -> Callable[[], None]:
-        """A function that decodes ``tensors`` into ``out``, a contiguous [rows, cols] matrix.
+        """A function that decodes ``tensors``, whose memory may change, into a contiguous matrix.
 
-        Memory may be reallocated between calls. Codes and scales of square or rowwise blocks may be
-        stacks [parts, ...] of consecutive parts of the rows, such as gathered shards; a block that
-        is cut has a scale in both. Rows past the end of ``out`` are ignored.
+        Codes and scales may be stacks of consecutive parts of the rows, such as gathered shards; a
+        block that is cut has a scale in both parts.
         """
         if not self.uses_kernels(out.device):
             return functools.partial(self._read_into, tensors, out)
@@ -326,36 +285,19 @@ _BY_KEY: dict[str, Quantizer] = {}
 
 @torch.library.custom_op("fp4adam::dequantize", mutates_args=())
 def _dequantize(
-    codes: Tensor,
-    scales: Tensor | None,
-    amax: Tensor | None,
-    key: str,
-    usage: str,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
+    inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
     """:meth:`Quantizer.read` in compiled graphs."""
-    inner = {f"{usage}_data": codes, _BY_KEY[key].layout.scales_of(usage): scales}
-    return _BY_KEY[key]._read(Storage(**inner, amax=amax), dtype)
+    return _BY_KEY[key]._read(Storage(**dict(zip(names.split(","), inner, strict=True))), dtype)
 
 
 @_dequantize.register_fake
-def _(
-    codes: Tensor,
-    scales: Any,
-    amax: Any,
-    key: str,
-    usage: str,
-    dtype: torch.dtype,
-    after: Any = None,
-) -> Tensor:
-    shape = _BY_KEY[key].decoded_shape(Storage(**{f"{usage}_data": codes}))
-    return codes.new_empty(shape, dtype=dtype)
+def _(inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Any = None) -> Tensor:
+    tensors = Storage(**dict(zip(names.split(","), inner, strict=True)))
+    return inner[0].new_empty(_BY_KEY[key].decoded_shape(tensors), dtype=dtype)
 
 
 class _Quantize(torch.autograd.Function):
-    """Quantization whose gradient is that of the values (a straight-through estimator)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
         return quantizer._quantize(x)

@@ -1,9 +1,7 @@
 """Slices and shards: tensors with some of the rows that their inner tensors hold.
 
-The inner tensors hold a matrix of whole blocks. A window on it shares them, and adds a first row
-and a number of rows. So a slice costs nothing, writing to it writes to the tensor, and a shard that
-begins within a block needs no special case. A window may also have some of the columns, in whole
-blocks.
+The inner tensors hold a matrix of whole blocks. A window shares them: some rows, or columns in
+whole blocks. So a slice costs nothing, and a shard may begin within a block.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ def matrix_shape(tensor: QuantizedTensor) -> tuple[int, int]:
 
 def stored_shape(tensor: QuantizedTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that the inner tensors hold."""
-    layout = tensor.quantizer.layout
-    for name, rows in layout.rows_per_entry.items():
-        if rows == 1 and name.endswith("_data"):
-            entries, width = getattr(tensor.inner, name).shape
-            return entries, width * layout.inner[name].cols
-    return matrix_shape(tensor)
+    return tensor.quantizer.decoded_shape(tensor.inner)
 
 
 def _has_all_columns(tensor: QuantizedTensor) -> bool:
@@ -65,9 +58,9 @@ def is_whole_blocks(tensor: QuantizedTensor) -> bool:
 
 
 def own_blocks(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The tensor on views of only the blocks that hold its rows; itself if it has all values.
+    """The tensor on views of the blocks that hold its rows alone; itself if it has all values.
 
-    The views leave out inner tensors that can be derived. Blocks of some columns are copied.
+    Inner tensors that can be derived are left out. Blocks of some columns are copied.
     """
     if is_all(tensor):
         return tensor
@@ -117,13 +110,17 @@ def read(tensor: QuantizedTensor, dtype: torch.dtype, after: Tensor | None = Non
 def write(tensor: QuantizedTensor, value: Tensor, amax: Tensor | None = None) -> None:
     """Overwrite a tensor with plain values on its device; ``amax`` as for ``Quantizer.write``.
 
-    Loaders write shards row by row. Values of rows that share scales with others, of the shard or
-    of other ranks, are pending until all are there; else they are quantized in whole blocks.
+    Loaders write shards row by row. Values that share scales with other rows, of the shard or of
+    other ranks, are pending until all are there.
     """
     shared, has_all = tensor._shared, is_all(tensor)
     shares_scales = shared.rows_share_scales
-    in_blocks = has_all or _is_run_of_blocks(tensor)
-    if not in_blocks and shared.global_spec is None:
+    # Runs of whole blocks of rows, the last of which may be cut by the end of the shard.
+    block, first, rows = tensor.quantizer.layout.block, tensor._first_row, stored_shape(tensor)[0]
+    stop = first + matrix_shape(tensor)[0]
+    is_cut = first % block or (stop % block and stop < rows)
+    in_blocks = has_all or (_has_all_columns(tensor) and not is_cut)
+    if not has_all and shared.global_spec is None:
         raise RuntimeError(
             f"a {type(tensor).__name__} must be written as a whole, got values for a slice of "
             f"shape {tuple(tensor.shape)}, whose scales depend on other rows: write the whole "
@@ -158,14 +155,6 @@ def _quantize(tensor: QuantizedTensor, matrix: Tensor, options: dict[str, Any]) 
         _build_derived(every_row(tensor))
 
 
-def _is_run_of_blocks(tensor: QuantizedTensor) -> bool:
-    """True for whole blocks of rows of a shard, the last of which may be cut by its end."""
-    block, first = tensor.quantizer.layout.block, tensor._first_row
-    stop = first + matrix_shape(tensor)[0]
-    is_cut = first % block or (stop % block and stop < stored_shape(tensor)[0])
-    return tensor.global_spec is not None and _has_all_columns(tensor) and not is_cut
-
-
 def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
     """All rows of a storage as a new, unrounded matrix, in which a window has these values."""
     init_val = tensor._shared.init_val
@@ -180,49 +169,34 @@ def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
 
 def copy_bytes(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
     """Copy codes and scales of ``source`` if the formats allow it; False if nothing was copied."""
-    if not tensor.quantizer.writes_codes_of(source.quantizer):
-        return False
-    if tensor.global_spec is None and source.global_spec is None:
-        return _copy_whole(tensor, source, non_blocking)
-    shared, other = tensor._shared, source._shared
-    layout, rows = tensor.quantizer.layout, matrix_shape(tensor)[0]
-    entries = layout.rows_per_entry
-    if not entries or any(getattr(source.inner, name) is None for name in entries):
+    shared, other, layout = tensor._shared, source._shared, tensor.quantizer.layout
+    in_parts = tensor.global_spec is not None or source.global_spec is not None
+    # What is left out is derived from these.
+    names = [*layout.rows_per_entry] or [name for name in layout.inner if "gemm" not in name]
+    if (
+        not tensor.quantizer.writes_codes_of(source.quantizer)
+        or not (layout.rows_per_entry if in_parts else is_all(tensor) and is_all(source))
+        or any(getattr(source.inner, name) is None for name in names)
+    ):
         return False
     if shared.first_row is None:
         _become_shard(tensor, source, non_blocking)
-    to, start = tensor._first_row, source._first_row
+    to, start, rows = tensor._first_row, source._first_row, matrix_shape(tensor)[0]
     waits = other.pending is not None or (shared.pending is not None and not is_all(tensor))
     if waits or (to - start) % layout.block:
         return False
     shared.pending = None
-    for name, step in entries.items():
-        targets, values = (
-            _columns_of(each, name)[first // step : -(-(first + rows) // step)]
-            for each, first in ((tensor, to), (source, start))
-        )
-        width = min(targets.shape[-1], values.shape[-1])
-        targets[..., :width].copy_(values[..., :width], non_blocking)
+    for name in names:
+        targets, values = _columns_of(tensor, name), _columns_of(source, name)
+        if in_parts:
+            step = layout.rows_per_entry[name]
+            targets = targets[to // step : -(-(to + rows) // step)]
+            values = values[start // step : -(-(start + rows) // step)]
+            width = min(targets.shape[-1], values.shape[-1])
+            targets, values = targets[..., :width], values[..., :width]
+        targets.copy_(values, non_blocking)
     _take_amax(tensor, source, non_blocking)
     _build_derived(every_row(tensor))
-    return True
-
-
-def _copy_whole(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> bool:
-    if source._shared.pending is not None or not (is_all(tensor) and is_all(source)):
-        return False
-    stored, values = tensor.inner.existing(), source.inner.existing()
-    # Inner tensors that are not stored can be derived, by the source or from rowwise codes.
-    values = {n: values[n] if n in values else getattr(source, n) for n in stored}
-    derived = {name for name in stored if values[name] is None}
-    can_derive = tensor.quantizer.layout.is_square and values.get("rowwise_data") is not None
-    if derived and not can_derive:
-        return False
-    tensor._shared.pending = None
-    for name in stored.keys() - derived:
-        stored[name].copy_(values[name], non_blocking)
-    if derived:
-        _build_derived(tensor)
     return True
 
 
@@ -234,12 +208,12 @@ def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking
         left = None if other.left is None else tensor.twin()
     shared.first_row = source._first_row % tensor.quantizer.layout.block
     shared.rows = matrix_shape(tensor)[0]
-    shared.init_val = other.next_init_val
-    if other.init_val is not shared.init_val:
+    shared.init_val = other.init_val
+    if other.init_val is not None and not other.init_val.is_meta:
         shared.init_val = rows_of(source, other.init_val).reshape(tensor.shape).clone()
     shared.stepped_by = shared.stepped_by or other.stepped_by
     if left is not None:
-        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window[1:]), False)
+        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window()[1:]), False)
         shared.left = every_row(left)
     _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
 
@@ -253,18 +227,13 @@ def _take_amax(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking: b
 
 
 def _build_derived(tensor: QuantizedTensor) -> None:
-    """Write the inner tensors that can be derived from the others."""
-    if tensor.quantizer.layout.is_square:
+    if tensor.quantizer.layout.is_square and tensor.quantizer.rowwise:
         build_columnwise([tensor])
     build_gemm_scales([tensor])
 
 
 def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
-    """Whether a tensor's codes are those of ``value`` under the tensor's own scales.
-
-    The scales themselves are not compared: with shards they may depend on other ranks. Codes may
-    differ by ``slack``, in formats with one code per byte.
-    """
+    """Whether a tensor's codes are those of ``value`` under its own scales, but for ``slack``."""
     pending, part = tensor._shared.pending, own_blocks(tensor)
     own = slice(part._first_row, part._first_row + matrix_shape(tensor)[0])
     layout = part.quantizer.layout
@@ -280,9 +249,7 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 
-def make_shard(
-    tensor: QuantizedTensor, shape: tuple[int, ...], device: torch.device
-) -> QuantizedTensor:
+def make_shard(tensor: QuantizedTensor, shape: tuple, device: torch.device) -> QuantizedTensor:
     """A new, unwritten shard of ``tensor``, or of the whole tensor that it is a shard of."""
     spec = tensor.global_spec
     if spec is None:
@@ -309,11 +276,7 @@ def make_shard(
 def parallel_part(
     tensor: QuantizedTensor, dim: int, number: int, n_parts: int, info: Any
 ) -> QuantizedTensor:
-    """One of equal parts of a whole weight for tensor parallelism: a tensor of its own.
-
-    It has all inner tensors that the weight has, their bytes, and the weight's amax. ``info`` is
-    its ``ShardInfo``.
-    """
+    """One of equal parts of a weight for tensor parallelism: a tensor with the weight's bytes."""
     check_parallel(tensor, dim, n_parts)
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
     window = tensor.narrow(dim, number * size, size)
@@ -325,7 +288,7 @@ def parallel_part(
     part = type(tensor)(shape, tensor.dtype, quantizer, shared)
     if tensor.is_meta:
         shared.first_row, shared.unsettled = 0, shared.rows_share_scales
-        shared.init_val = tensor._shared.next_init_val
+        shared.init_val = tensor._shared.init_val
     else:
         copy_bytes(part, window, non_blocking=False)
     return part
@@ -350,7 +313,7 @@ def check_parallel(tensor: QuantizedTensor, dim: int, n_parts: int) -> None:
 
 
 def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
-    """Raise ValueError if a format has no shards; returns the tensor's name for errors."""
+    """The tensor's name for errors; raises ValueError if its format has no shards."""
     name = tensor.parameter_name
     what = type(tensor).__name__ if name is None else f"parameter {name!r}"
     if not quantizer.without_derived().layout.rows_per_entry:
@@ -365,13 +328,13 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
 def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
     """Update the high-precision initial value after a write, if it is kept; None if unknown."""
     shared = tensor._shared
-    has_init_val = shared.init_val is not shared.next_init_val
     keeps = shared.init_val is not None or shared.stepped_by
     if is_all(tensor):
         if keeps:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
     elif shared.pending is None and not tensor.is_meta:
+        has_init_val = shared.init_val is not None and not shared.init_val.is_meta
         if has_init_val or (keeps and value is not None):
             # The other rows keep their values.
             value = tensor._read(torch.float32) if value is None else value

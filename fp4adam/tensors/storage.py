@@ -1,9 +1,8 @@
 """The storage of quantized tensors: inner tensors, and the state that all aliases share.
 
-``detach()``, ``state_dict()``, ``.data`` and slices return other tensor objects on the same memory.
-They all point to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`.
-Exchanging an inner tensor replaces the ``Storage``. So the identity of ``tensors`` shows exchanges,
-and the ``_version`` of the inner tensors shows writes.
+All aliases of a tensor, such as from ``detach()``, ``state_dict()`` and ``.data``, and slices point
+to one :class:`SharedStorage`, whose ``tensors`` is an immutable :class:`Storage`. So its identity
+shows exchanges of inner tensors, and their ``_version`` shows writes.
 """
 
 from __future__ import annotations
@@ -24,21 +23,12 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """The inner tensors of a quantized tensor; None for those that its format does not have.
+    """The inner tensors of a quantized tensor, immutable; None for those that its format lacks.
 
-    Names are those of Transformer Engine. Scales of square blocks are the same for both directions
-    and are kept once, one per block, in ``block_scale_inv``. The two ``*_gemm_scale_inv`` are
-    swizzled copies of the scales, derived from those that everything else reads. A storage is
-    immutable, so its identity, or a weak reference to it, identifies the tensors.
-
-    Attributes:
-        counter: An empty tensor that shares one version with all inner tensors, so that a step
-            reads one version instead of up to six; None if each inner tensor has its own version,
-            as after an exchange.
-        usage: The direction whose codes are decoded: rowwise, if it is stored.
-        codes: The codes of that direction.
-        present: The inner tensors that are not None.
-        versioned: The tensors whose versions cover writes to all inner tensors.
+    Names are those of Transformer Engine. Scales of square blocks are kept once, one per block, in
+    ``block_scale_inv``. The two ``*_gemm_scale_inv`` are swizzled copies of the scales.
+    ``counter`` is an empty tensor that shares one version with all inner tensors, so that a step
+    reads one version instead of up to six; None after an exchange.
     """
 
     rowwise_data: Tensor | None = None
@@ -55,18 +45,20 @@ class Storage:
         for name, tensor in inner.items():
             setattr(self, name, tensor)
         self.counter = counter
+        # The direction that is decoded, rowwise if it is stored.
         self.usage = "columnwise" if self.rowwise_data is None else "rowwise"
         self.codes = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
         self.present = tuple(self.existing().values())
+        # What has versions that cover writes to all of them.
         self.versioned = self.present if counter is None else (counter,)
 
     @classmethod
     def of(cls, inner: Mapping[str, Tensor]) -> Storage:
-        """A storage on the memory of ``inner``, with one shared version.
-
-        No other code may use these tensors.
-        """
-        with _aliases_share_versions():
+        """A storage on the memory of ``inner``, which it takes over, with one shared version."""
+        # As in user code: operators on quantized tensors run below the key that shares versions.
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
             counter = torch.empty(0, device=next(iter(inner.values())).device)
             counted = {name: counter.detach() for name in inner}
         for name, tensor in inner.items():
@@ -74,11 +66,9 @@ class Storage:
         return cls(counter, **counted)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Storage:
-        """A new storage with ``function`` applied to each inner tensor."""
         return Storage.of({name: function(x) for name, x in self.existing().items()})
 
     def exchange(self, **inner: Tensor | None) -> Storage:
-        """A new storage with some inner tensors replaced."""
         return Storage(**{**self.existing(), **inner})
 
     def existing(self) -> dict[str, Tensor]:
@@ -98,38 +88,19 @@ class Storage:
 STORAGE_NAMES = tuple(Storage.__annotations__)
 
 
-def _aliases_share_versions() -> Any:
-    """A guard under which new aliases share the version of their base, as in user code.
-
-    Operators on quantized tensors run below ADInplaceOrView, the dispatch key that shares versions.
-    """
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(),
-        excluded.remove(torch._C.DispatchKey.ADInplaceOrView),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class GlobalSpec:
-    """The whole tensor that a shard is a part of.
-
-    Attributes:
-        shape: Its shape.
-        quantizer: Its quantizer; the shard's own one may leave out what can be derived.
-        chunk: Size of each shard along the first dimension; the last shards may be smaller.
-        is_parallel: Whether it is itself one rank's part of a weight under tensor parallelism, in
-            whole blocks; all parts of the weight share its amax.
-    """
+    """The whole tensor that a shard is a part of."""
 
     shape: tuple[int, ...]
-    quantizer: Quantizer
-    chunk: int
+    quantizer: Quantizer  # the shard's own one may leave out what can be derived
+    chunk: int  # size of each shard along the first dimension; the last ones may be smaller
+    # Whether it is one rank's part of a weight under tensor parallelism, which share an amax.
     is_parallel: bool = False
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of the matrix that the whole tensor is quantized as."""
+        """Rows of its matrix."""
         return flat_shape(self.shape)[0]
 
     @functools.cached_property
@@ -151,50 +122,33 @@ class GlobalSpec:
 
 @dataclasses.dataclass(eq=False)
 class SharedStorage:
-    """The state shared by all tensor objects on the same inner tensors.
+    """The state shared by all tensor objects on the same inner tensors."""
 
-    Attributes:
-        tensors: The inner tensors; replaced as a whole when one of them is exchanged.
-        global_spec: The tensor that this is a shard of, or None.
-        parallel: The ``ShardInfo`` of tensor parallelism, or None. Copies to files have none.
-        rows: Number of rows of the stored matrix that hold values; None for all of them. Without a
-            ``global_spec``, it is a copy of a slice then.
-        first_row: Index of the first such row; None for a shard that has not been written yet.
-        pending: Plain values [rows, cols] that are not quantized yet, because their scales depend
-            on rows of other ranks, or of the tensor that they were copied from.
-        init_val: The value before quantization, kept until an optimizer's step uses it; a tensor on
-            the meta device if the next value that is written is to be kept.
-        stepped_by: What lives as long as the optimizers that keep masters of the weight. While one
-            does, values that other code writes are kept as ``init_val``.
-        left: What the last step has left, as a quantized tensor, once other code has written, or
-            the rounded master that was loaded before the weight. Plain values that are equal bring
-            its bytes back, and so the master. Kept until the next step.
-        unsettled: Whether a shard may have been written since the ranks last agreed on its scales.
-        is_gathered: Whether FSDP2 has gathered the tensor; write to the shards then.
-        name: The name of the parameter in its model, for error messages.
-        scale_group: The ``ScaleGroup`` of the weights that share its amax, or None.
-        is_copy: Whether it is of a parameter that ``copy.deepcopy`` has made.
-    """
-
-    tensors: Storage
-    global_spec: GlobalSpec | None = None
+    tensors: Storage  # replaced as a whole when an inner tensor is exchanged
+    global_spec: GlobalSpec | None = None  # the tensor that this is a shard of
+    # Rows of the stored matrix that hold values; None for all, except in copies of slices.
     rows: int | None = None
-    first_row: int | None = 0
-    pending: Tensor | None = None
+    first_row: int | None = 0  # the first such row; None for a shard that nobody has written yet
+    pending: Tensor | None = None  # plain values that wait for rows that share scales with them
+    # The value before quantization, kept until an optimizer's step uses it; a tensor on the meta
+    # device if the next value that is written is to be kept.
     init_val: Tensor | None = None
-    unsettled: bool = False
+    unsettled: bool = False  # whether a shard may have been written since ranks agreed on scales
+    # What the last step has left once other code has written, or the rounded master that was loaded
+    # before the weight, until the next step. Equal plain values bring its bytes and master back.
     left: Any = None
+    # What lives as long as the optimizers that keep masters of the weight. While one does, values
+    # that other code writes are kept as ``init_val``.
     stepped_by: weakref.WeakSet | None = None
-    is_gathered: bool = False
-    name: str | None = None
-    scale_group: Any = None
-    is_copy: bool = False
-    parallel: Any = None
+    is_gathered: bool = False  # whether FSDP2 has gathered it; write to the shards then
+    name: str | None = None  # that of the parameter in its model, for error messages
+    scale_group: Any = None  # the ``ScaleGroup`` of the weights that share its amax
+    is_copy: bool = False  # whether it is of a parameter that ``copy.deepcopy`` has made
+    was_stepped: bool = False  # whether a step has dropped a value before quantization
+    parallel: Any = None  # the ``ShardInfo`` of tensor parallelism; copies to files have none
 
-    # pickle, copy.deepcopy and asynchronous checkpoints copy with these two methods; asynchronous
-    # checkpoints also move tensors in containers to the CPU, which __deepcopy__ could not do.
-    # Checkpoints hold no high-precision initial values: QuantizedTensor adds them to the copies
-    # that need them.
+    # pickle, copy.deepcopy and asynchronous checkpoints, which move tensors in containers to the
+    # CPU, copy with these two methods. QuantizedTensor adds init_val to copies that need it.
     def __getstate__(self) -> dict[str, Any]:
         kept = {"pending": self.pending, "parallel": None, "is_copy": False}
         inner = self.tensors.existing()
@@ -207,15 +161,10 @@ class SharedStorage:
         self.__init__(**{**state, "tensors": Storage.of(state["tensors"])})
 
     def on(self, tensors: Storage, **changes: Any) -> SharedStorage:
-        """The same state on other inner tensors, without values that stand for the next step."""
+        """The same state on other inner tensors, but for what belongs to an optimizer."""
         own = dict.fromkeys(("init_val", "pending", "left", "stepped_by"))
         own |= {"is_gathered": False, **changes}
         return dataclasses.replace(self, tensors=tensors, **own)
-
-    @property
-    def next_init_val(self) -> Tensor | None:
-        """``init_val`` if it stands for the next value that is written, else None."""
-        return self.init_val if self.init_val is not None and self.init_val.is_meta else None
 
     @property
     def rows_share_scales(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import SWIZZLE, table_row
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
 
@@ -24,24 +24,15 @@ if TYPE_CHECKING:
 
 
 class ScalePair(NamedTuple):
-    """The scales of one direction in two layouts.
+    """One-byte scales of one direction in two layouts."""
 
-    Attributes:
-        plain: One-byte dtype, [rows / repeats, blocks per row], any strides.
-        swizzled: One-byte dtype, contiguous [rows padded to 128, blocks padded to 4].
-        repeats: Number of rows that share one row of ``plain``.
-    """
-
-    plain: Tensor
-    swizzled: Tensor
+    plain: Tensor  # [rows / repeats, blocks per row], any strides
+    swizzled: Tensor  # contiguous [rows padded to 128, blocks padded to 4]
     repeats: int = 1
 
 
 def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rewrite the swizzled scales of tensors that store them, in one launch per device.
-
-    Addresses stay.
-    """
+    """Rewrite the swizzled scales of tensors that store them, in place; one launch per device."""
     by_device: dict[torch.device, list[ScalePair]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device] += _stored(tensor)
@@ -50,18 +41,18 @@ def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 def gemm_scale_launches(tensors: Sequence[QuantizedTensor]) -> list[Launch]:
-    """The launches of :func:`build_gemm_scales`, for tensors on one GPU; each can be repeated."""
+    """The launches of :func:`build_gemm_scales` for tensors on one GPU, to be repeated."""
     scales = [each for tensor in tensors for each in _stored(tensor)]
     return [_launch(scales, undo=False)] if scales else []
 
 
 def read_gemm_scales(tensor: QuantizedTensor) -> None:
-    """Undo :func:`build_gemm_scales` for one tensor: write its plain scales from swizzled ones."""
+    """Write the plain scales of a tensor from its swizzled ones."""
     write_scales(_stored(tensor), undo=True)
 
 
 def new_gemm_scale(tensor: QuantizedTensor, usage: str) -> Tensor:
-    """New swizzled scales of one direction ("rowwise" or "columnwise"), which the tensor has."""
+    """New swizzled scales of a direction that the tensor has, "rowwise" or "columnwise"."""
     scales = _scales(tensor, usage)
     write_scales([scales])
     return scales.swizzled
@@ -113,20 +104,16 @@ def _launch(scales: list[ScalePair], undo: bool) -> Launch:
     rows, regions = [], []
     for i, (plain, swizzled, repeats) in enumerate(scales):
         fields = dict(plain=plain.data_ptr(), swizzled=swizzled.data_ptr(), repeats=repeats)
-        fields |= dict(rows=plain.shape[0] * repeats, cols=plain.shape[1])
+        fields |= dict(scale_rows=plain.shape[0] * repeats, scale_cols=plain.shape[1])
         fields |= dict(row_stride=plain.stride(0), col_stride=plain.stride(1))
-        rows.append(table_row(SWIZZLE, **fields))
+        rows.append(table_row(**fields))
         regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
     tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
     return swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """A view of contiguous swizzled scales whose elements are in row-major order, with padding.
-
-    It is [row tiles, 4, 32, column tiles, 4], of tiles of 128 rows by 4 blocks. ``rows`` and
-    ``blocks``, per row, may include the padding.
-    """
+    """A view of swizzled scales in row-major order: [rows / 128, 4, 32, blocks / 4, 4]."""
     tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     # Flat first: from [rows, blocks], torch.compile would add guards on symbolic sizes.
     return swizzled.view(-1).view(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

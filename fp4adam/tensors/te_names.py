@@ -87,8 +87,7 @@ class Float8Names:
     _data = _codes("_rowwise_data", transposed=False)
     _transpose = _codes("_columnwise_data", transposed=True)
     _scale_inv = property(lambda tensor: tensor.quantizer.per_tensor_scale(tensor._amax))
-    # Transposed codes are written with the others.
-    _transpose_invalid = False
+    _transpose_invalid = False  # transposed codes are written with the others
 
 
 class QuantizerNames:
@@ -96,8 +95,7 @@ class QuantizerNames:
 
     rowwise: bool
     columnwise: bool
-    # Tensors are tensors of torch, never its bare storages.
-    internal = False
+    internal = False  # tensors are tensors of torch, never its bare storages
 
     rowwise_usage = property(lambda quantizer: quantizer.rowwise)
     columnwise_usage = property(lambda quantizer: quantizer.columnwise)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import CAST, table_row
-from fp4adam.kernels.launch.tile_lists import Region
+from fp4adam.kernels.launch.schema import table_row
 from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
@@ -22,13 +21,9 @@ ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transp
 
 
 def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rebuild the columnwise codes of tensors with square blocks from their rowwise codes.
+    """Rebuild the columnwise codes of tensors that have some from rowwise ones, in place.
 
-    Addresses stay. There are at most two launches per code width and device, for any number of
-    tensors. Tensors without columnwise codes are left alone.
-
-    Raises:
-        ValueError: If a tensor with columnwise usage lacks square blocks or rowwise codes.
+    At most two launches per code width and device; ValueError if a tensor has no square blocks.
     """
     groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     written: list[Tensor] = []
@@ -63,27 +58,17 @@ def _transposed(codes: Tensor, bits: int) -> Tensor:
 
 def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
-    kind = type(tensor).__name__
-    quantizer = getattr(tensor, "quantizer", None)
-    if quantizer is None:
-        raise ValueError(
-            f"{name}[{i}] must be a quantized tensor to build columnwise data from rowwise data, "
-            f"got a {kind}; quantize_model makes such parameters"
-        )
+    quantizer = tensor.quantizer
     if quantizer.columnwise and not (quantizer.layout.is_square and quantizer.rowwise):
         raise ValueError(
             f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
-            f"got a {kind} with {quantizer}; make it with two_dimensional=True and rowwise=True if "
-            "its format has square blocks, else quantize both directions from the values"
+            f"got a {type(tensor).__name__} with {quantizer}; set two_dimensional=True and "
+            "rowwise=True if its format has square blocks, else quantize both directions"
         )
 
 
 def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
-    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8].
-
-    ``pairs``: source and target of each matrix, contiguous uint8 on ``device``. With 4 bits, rows
-    and columns must be even.
-    """
+    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8], contiguous."""
     if not backend.uses_kernels(device):
         for source, target in pairs:
             target.copy_(_transposed(source, bits))
@@ -96,16 +81,12 @@ def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch
 def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> list[Launch]:
     from fp4adam.kernels import transpose
 
-    rows: list[list[int]] = []
-    whole: list[Region] = []
-    edge: list[Region] = []
-    side = transpose.TILE[bits]
+    rows, whole, edge, side = [], [], [], transpose.TILE[bits]
     for i, (source, target) in enumerate(pairs):
         m, n = source.shape[0], target.shape[0]
         codes = source.data_ptr(), target.data_ptr()
-        rows.append(
-            table_row(CAST, rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
-        )
+        fields = dict(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
+        rows.append(table_row(**fields))
         aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
         bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
         whole.append((i, 0, bottom, 0, right))

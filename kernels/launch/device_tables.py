@@ -28,7 +28,7 @@ class DeviceTables:
             0 if the host uploads scalars.
 
     Attributes:
-        table: int64 [n_tensors, 19] on the device.
+        table: int64 [n_tensors, 20] on the device.
         scalars: float32 on the device, rows of 12.
         hyper: float64 [n_hyper, 8] on the device.
     """

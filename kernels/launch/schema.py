@@ -3,7 +3,7 @@
 Does not import Triton, which the code that fills them does not need.
 """
 
-# One int64 row per tensor: addresses and sizes. What two tables have in common is in one place.
+# One int64 row of addresses and sizes per tensor. Each table has the columns of one of these.
 STEP = (
     "grad",  # 0 if the tensor takes no part in this step
     "scalars",  # index of its row of scalars
@@ -24,9 +24,11 @@ STEP = (
     "rowwise_gemm_scale",
     "columnwise_gemm_scale",
     "amax_history",
+    "dither_start",  # index of its first element for the dither
 )
 CAST = (
-    "start",  # the span of elements
+    # The span of elements. Addresses of values and codes are extrapolated to the matrix's first.
+    "start",
     "stop",
     "value",
     "tensor_amax",  # amaxes of the values: of the tensor, and grids of those of blocks
@@ -37,24 +39,21 @@ CAST = (
 SWIZZLE = (
     "plain",
     "swizzled",
-    "rows",  # of the swizzled scales, without padding
-    "cols",
+    "scale_rows",  # of the swizzled scales, without padding
+    "scale_cols",
     "row_stride",  # of the plain scales, in bytes
     "col_stride",
     "repeats",  # rows of the swizzled scales per row of the plain ones
 )
+COLUMNS = {name: i for columns in (STEP, CAST, SWIZZLE) for i, name in enumerate(columns)}
 TABLE_WIDTH = len(STEP)
 
 
-def table_row(columns: tuple[str, ...], **fields: int) -> list[int]:
-    """A row of a table with these columns: 0 in all that are not given.
-
-    Raises:
-        ValueError: If there is no such column.
-    """
+def table_row(**fields: int) -> list[int]:
+    """A row of a table, from columns by name: 0 in all that are not given."""
     row = [0] * TABLE_WIDTH
-    for name, field in fields.items():
-        row[columns.index(name)] = field
+    for name, number in fields.items():
+        row[COLUMNS[name]] = number
     return row
 
 
@@ -68,7 +67,7 @@ SCALAR_COLUMNS = (
     "eps",
     "step_size",
     "rsqrt_bias_correction2",
-    "dither_upper",  # 16-bit halves of the dither origin, which float32 represents exactly
+    "dither_upper",  # 16-bit halves of the step's dither origin, which float32 represents exactly
     "largest_update",  # bounds of the update, for ``amax_preview``
     "largest_decay",
     "dither_lower",

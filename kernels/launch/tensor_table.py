@@ -1,7 +1,8 @@
-"""The tensor table of a launch: addresses and sizes, in one int64 row per tensor.
+"""What kernels read of the tensor table, and of the list of tiles.
 
-A separate list has one int32 row (tensor, first row, first column, 0) per tile. So one launch
-covers any number of tensors of any shape, with tiles that never reach past an edge.
+The table has one int64 row of addresses and sizes per tensor, with the columns of ``schema``. The
+list has one int32 row per tile: (tensor, first row, first column, rows << 16 | columns). So one
+launch covers any number of tensors of any shape, with tiles that never reach past an edge.
 """
 
 from typing import Any, NamedTuple
@@ -9,33 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp4adam.kernels.launch.schema import STEP, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
 
-GRAD = tl.constexpr(STEP.index("grad"))
-SCALARS = tl.constexpr(STEP.index("scalars"))
-VALUE = tl.constexpr(STEP.index("value"))
-EXP_AVG = tl.constexpr(STEP.index("exp_avg"))
-EXP_AVG_SQ = tl.constexpr(STEP.index("exp_avg_sq"))
-MAX_EXP_AVG_SQ = tl.constexpr(STEP.index("max_exp_avg_sq"))
-ROWWISE_DATA = tl.constexpr(STEP.index("rowwise_data"))
-ROWWISE_SCALE = tl.constexpr(STEP.index("rowwise_scale"))
-COLUMNWISE_DATA = tl.constexpr(STEP.index("columnwise_data"))
-COLUMNWISE_SCALE = tl.constexpr(STEP.index("columnwise_scale"))
-AMAX = tl.constexpr(STEP.index("amax"))
-ROWS = tl.constexpr(STEP.index("rows"))
-COLS = tl.constexpr(STEP.index("cols"))
-VALUE_EXTRA = tl.constexpr(STEP.index("value_extra"))
-EXP_AVG_SCALE = tl.constexpr(STEP.index("exp_avg_scale"))
-EXP_AVG_SQ_SCALE = tl.constexpr(STEP.index("exp_avg_sq_scale"))
-ROWWISE_GEMM_SCALE = tl.constexpr(STEP.index("rowwise_gemm_scale"))
-COLUMNWISE_GEMM_SCALE = tl.constexpr(STEP.index("columnwise_gemm_scale"))
-AMAX_HISTORY = tl.constexpr(STEP.index("amax_history"))
 WIDTH = tl.constexpr(TABLE_WIDTH)
-
-# Every address in the table is a multiple of this many bytes.
-ALIGNMENT = tl.constexpr(16)
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -44,27 +22,35 @@ TRITON_DTYPES = {
 }
 
 
+@triton.constexpr_function
+def column(name):
+    return COLUMNS[name]
+
+
 @triton.jit
-def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer from the table; the hint that it is aligned to ALIGNMENT allows 16-byte accesses."""
-    address = tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN)
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
+def field(table, tensor, COLUMN: tl.constexpr):
+    """The int64 entry of a tensor, or of a tile of tensors, in the column of this name."""
+    return tl.load(table + tensor.to(tl.int64) * WIDTH + column(COLUMN))
+
+
+@triton.jit
+def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr = 16):
+    """Pointer from the table; the hint that it is aligned allows accesses of 16 bytes."""
+    address = field(table, tensor, COLUMN).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(address, ALIGNMENT)
 
 
 @triton.jit
 def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
     """Number of rows or columns from the table, int32, with the hint that MULTIPLE divides it."""
     # The hint is in here, because a hint on the result of a call is lost by inlining.
-    return tl.multiple_of(
-        tl.load(table + tensor.to(tl.int64) * WIDTH + COLUMN).to(tl.int32), MULTIPLE
-    )
+    return tl.multiple_of(field(table, tensor, COLUMN).to(tl.int32), MULTIPLE)
 
 
 @triton.jit
 def takes_part(table, tensor, found_inf_ptr):
     """Whether the step updates the tensor: it has a gradient, and found_inf (float32 [1]) is 0."""
-    grad = tl.load(table + tensor.to(tl.int64) * WIDTH + GRAD)
-    return (grad != 0) & (tl.load(found_inf_ptr) == 0)
+    return (field(table, tensor, "grad") != 0) & (tl.load(found_inf_ptr) == 0)
 
 
 @triton.jit
@@ -87,39 +73,16 @@ def tile_offsets(stride, BR: tl.constexpr, BC: tl.constexpr):
     return tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
 
 
-def divisor_tile(n: int, largest: int, smallest: int) -> int:
-    """The largest power-of-two tile within the bounds that divides ``n``."""
-    tile = largest
-    while tile > smallest and n % tile:
-        tile //= 2
-    return tile
+@triton.jit
+def state_offsets(stride, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 4):
+    """:func:`tile_offsets` for gradients and states, with LANES neighbours per thread.
 
-
-# Columns of a band. Tiles follow each other down a band before the next one begins, so that short
-# pieces of transposed rows meet their neighbours in L2, however wide the matrix is. Tiles of 128
-# rows store whole lines, and tiles without transposed rows have no such pieces: they are slower in
-# bands.
-BAND = 8192
-
-
-def tile_grid(
-    tensor: int,
-    rows: tuple[int, int, int],
-    cols: tuple[int, int, int],
-    band: int | None = None,
-) -> Tensor:
-    """Tiles (tensor, first row, first column, 0) of a region; bounds are (start, stop, step).
-
-    ``band``: The columns after which tiles go on with the next rows; None: all of them.
+    Four are 16 bytes of FP32. Without the hint, Triton would also load 16 bytes of a BF16 gradient
+    per thread, eight neighbours, and then compute the moments twice, once in each layout.
     """
-    starts = torch.cartesian_prod(
-        *(torch.arange(*bounds, dtype=torch.int32, device="cpu") for bounds in (rows, cols))
-    ).view(-1, 2)
-    if band is not None:
-        starts = starts[torch.argsort(starts[:, 1] // band, stable=True)]
-    tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
-    tiles[:, 0], tiles[:, 1:3] = tensor, starts
-    return tiles
+    # Not by `tile_offsets`: a hint on the result of a call is lost by inlining.
+    offs = tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
+    return tl.max_contiguous(offs, (1, LANES))
 
 
 class Storage(NamedTuple):
@@ -129,40 +92,32 @@ class Storage(NamedTuple):
     rowwise_scale: Any
     columnwise_data: Any
     columnwise_scale: Any
-
-
-class GemmScales(NamedTuple):
-    """Pointers to the swizzled scales of a quantized weight."""
-
-    rowwise: Any
-    columnwise: Any
+    rowwise_gemm_scale: Any
+    columnwise_gemm_scale: Any
 
 
 @triton.jit
-def storage_pointers(table, tensor, CODES: tl.constexpr, SCALES: tl.constexpr):
-    """The :class:`Storage` of a tensor; load it before a loop, not in it."""
+def storage_pointers(
+    table, tensor, CODES: tl.constexpr, SCALES: tl.constexpr, ALIGNMENT: tl.constexpr = 16
+):
+    """The :class:`Storage` of a tensor; load it before a loop, not in it. ALIGNMENT: of codes."""
     return Storage(
-        pointer(table, tensor, ROWWISE_DATA, CODES),
-        pointer(table, tensor, ROWWISE_SCALE, SCALES),
-        pointer(table, tensor, COLUMNWISE_DATA, CODES),
-        pointer(table, tensor, COLUMNWISE_SCALE, SCALES),
+        pointer(table, tensor, "rowwise_data", CODES, ALIGNMENT),
+        pointer(table, tensor, "rowwise_scale", SCALES),
+        pointer(table, tensor, "columnwise_data", CODES, ALIGNMENT),
+        pointer(table, tensor, "columnwise_scale", SCALES),
+        pointer(table, tensor, "rowwise_gemm_scale", tl.uint8),
+        pointer(table, tensor, "columnwise_gemm_scale", tl.uint8),
     )
 
 
-@triton.jit
-def gemm_scale_pointers(table, tensor):
-    """The :class:`GemmScales` of a tensor."""
-    return GemmScales(
-        pointer(table, tensor, ROWWISE_GEMM_SCALE, tl.uint8),
-        pointer(table, tensor, COLUMNWISE_GEMM_SCALE, tl.uint8),
-    )
-
-
-class Tile(NamedTuple):
-    """The work of one program: ``loop`` tiles [rows, cols] down the rows, and launch options."""
+class Form(NamedTuple):
+    """The tile of one program, the parts that it works on in turn, and launch options."""
 
     rows: int
     cols: int
-    loop: int
+    part_rows: int
+    part_cols: int
     num_warps: int
     num_stages: int
+    registers: int | None

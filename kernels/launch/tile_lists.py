@@ -1,4 +1,4 @@
-"""Cached tables and tile lists on a device."""
+"""Tile lists, and tables and tile lists that stay on a device."""
 
 import functools
 from itertools import chain
@@ -11,15 +11,37 @@ from fp4adam.kernels.launch.schema import TABLE_WIDTH
 
 # (tensor, first row, end row, first column, end column); ends are exclusive.
 Region = tuple[int, int, int, int, int]
+# Columns of a band. Tiles follow each other down a band before the next one begins, so that short
+# pieces of transposed rows meet their neighbours in L2, however wide the matrix is. Tiles of 128
+# rows store whole lines, and tiles without transposed rows have no such pieces: they are slower in
+# bands.
+BAND = 8192
+
+
+def tile_grid(region: Region, tile: tuple[int, int], band: int | None = None) -> Tensor:
+    """Tiles of shape ``tile`` that cover a region: int32 [n, 4], (tensor, row, column, 0).
+
+    ``band``: The columns after which tiles go on with the next rows; None: all of them.
+    """
+    tensor, top, bottom, left, right = region
+    bounds = (top, max(top, bottom), tile[0]), (left, max(left, right), tile[1])
+    starts = torch.cartesian_prod(
+        *(torch.arange(*each, dtype=torch.int32, device="cpu") for each in bounds)
+    ).view(-1, 2)
+    if band is not None:
+        starts = starts[torch.argsort(starts[:, 1] // band, stable=True)]
+    tiles = torch.zeros(len(starts), 4, dtype=torch.int32, device="cpu")
+    tiles[:, 0], tiles[:, 1:3] = tensor, starts
+    return tiles
 
 
 def table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """A table, int64 [n_tensors, 19], from rows by ``schema.table_row``."""
+    """A table, int64 [n_tensors, 20], from rows by ``schema.table_row``."""
     return _table(tuple(chain.from_iterable(rows)), device, _stream(device))
 
 
 def tile_list(regions: list[Region], tile: tuple[int, int], device: torch.device) -> Tensor:
-    """Tiles of shape ``tile`` that cover regions: int32 [n, 4], (tensor, row, column, 0)."""
+    """Tiles of shape ``tile`` that cover regions, as by :func:`tile_grid`."""
     return _tile_list(tuple(regions), tile, device, _stream(device))
 
 
@@ -30,25 +52,16 @@ def _stream(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _table(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    return _on_device(
-        torch.tensor(words, dtype=torch.int64, device="cpu").view(-1, TABLE_WIDTH), device
-    )
+    words = torch.tensor(words, dtype=torch.int64, device="cpu")
+    return _on_device(words.view(-1, TABLE_WIDTH), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _tile_list(
     regions: tuple[Region, ...], tile: tuple[int, int], device: torch.device, stream: int
 ) -> Tensor:
-    from fp4adam.kernels.launch.tensor_table import tile_grid
-
-    grids = [
-        tile_grid(tensor, (top, bottom, tile[0]), (left, right, tile[1]))
-        for tensor, top, bottom, left, right in regions
-        if top < bottom and left < right
-    ]
-    return _on_device(
-        torch.cat([torch.empty(0, 4, dtype=torch.int32, device="cpu"), *grids]), device
-    )
+    empty = torch.empty(0, 4, dtype=torch.int32, device="cpu")
+    return _on_device(torch.cat([empty, *(tile_grid(each, tile) for each in regions)]), device)
 
 
 def _on_device(source: Tensor, device: torch.device) -> Tensor:

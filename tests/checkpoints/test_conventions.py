@@ -75,13 +75,12 @@ def test_scales_of_mxfp8_that_are_typed(layout, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["up.k_scale", "layers.0.attn.k_scale", "up.v_scale"])
-def test_scales_of_the_kv_cache_are_left_out_with_a_word(name, tmp_path):
+def test_scales_of_activations_and_the_kv_cache_are_left_out(name, tmp_path):
     model = build("nvfp4")
     export_checkpoint(model, tmp_path, "modelopt")
     more = {name: torch.ones(()), "up.input_scale": torch.ones(())}
     rewrite(tmp_path, lambda tensors: tensors.update(more))
-    with pytest.warns(UserWarning, match=f"left out, .* got 1 in the checkpoint, such as '{name}'"):
-        assert_imports(tmp_path, model)
+    assert_imports(tmp_path, model)
 
 
 def test_scales_that_the_model_has_are_read(tmp_path):
@@ -237,10 +236,10 @@ def test_adapters_are_merged_first(tmp_path):
     optimizer = FP4Adam(model.parameters())
     wrapped = PeftModel(model)
     for export in (export_checkpoint, lambda m, folder: export_masters(m, optimizer, folder)):
-        with pytest.raises(ValueError, match="got a PeftModel; merge .* model.merge_and_unload()"):
+        with pytest.raises(ValueError, match="got a PeftModel at ''; merge .*.merge_and_unload()"):
             export(wrapped, tmp_path / "out")
     model.up = LoraLinear(model.up)
-    with pytest.raises(ValueError, match="without adapters .* got 'up', a LoraLinear; merge them"):
+    with pytest.raises(ValueError, match="without adapters .* got a LoraLinear at 'up'; merge"):
         export_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -269,13 +268,6 @@ def test_safetensors_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install safetensors"):
         export_checkpoint(build("nvfp4"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_no_warning_without_a_reason(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        import_checkpoint(build(None, seed=1), tmp_path)
 
 
 class Attention(nn.Module):

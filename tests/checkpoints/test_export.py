@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -25,9 +24,9 @@ from fp4adam import (
     quantize_model,
     use_plain_state_dict,
 )
+from fp4adam.checkpoints.export import gathered
 from fp4adam.checkpoints.layouts import LAYOUTS
 from fp4adam.checkpoints.reader import CheckpointReader
-from fp4adam.checkpoints.trained import gathered
 from fp4adam.tensors.swizzle import swizzle_padded
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
@@ -45,10 +44,6 @@ CASES = [
     ("fp8", Float8BlockQuantizer(columnwise=False)),
     ("fp8", Float8BlockQuantizer(columnwise=False, force_pow_2_scales=False)),
     ("fp8", Float8BlockQuantizer(force_pow_2_scales=False)),
-]
-# Amaxes with which the float32 nearest to 2688 / amax has readers round some value otherwise.
-NEXT_ONE_SERVES = [
-    float.fromhex(text) for text in ("0x1.20589ep-3", "0x1.50c71cp-5", "0x1.fdba2cp-3")
 ]
 
 
@@ -158,36 +153,6 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
 
 
-def test_modelopt_describes_itself_twice(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path, "modelopt")
-    content = json.loads((tmp_path / "hf_quant_config.json").read_text())
-    assert content["quantization"] == {
-        "quant_algo": "W4A16_NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": 16,
-        "exclude_modules": ["lm_head"],
-    }
-
-
-@pytest.mark.parametrize("divides", [True, False])
-def test_scale_of_the_tensor_gives_readers_the_same_bf16_values(divides):
-    layout = LAYOUTS["compressed-tensors" if divides else "modelopt"]
-    encoding = layout.encodings[0]
-    generator = torch.Generator().manual_seed(0)
-    amaxes = [*torch.rand(60, generator=generator).mul(20).sub(10).exp2(), *NEXT_ONE_SERVES]
-    weight = ROWWISE_NVFP4.make_empty((128, 16))
-    weight._rowwise_data[:] = torch.arange(16).view(8, 2) @ torch.tensor([1, 16])
-    weight._rowwise_scale_inv[:, 0] = torch.arange(128).clamp(max=126)
-    moved = 0
-    for amax in amaxes:
-        weight._amax.fill_(amax)
-        stored = {f"w.{name}": value for name, value in encoding.encode(weight).items()}
-        assert torch.equal(decoded(stored, "w", layout.name), weight.dequantize(torch.bfloat16))
-        nearest = 2688 / float(amax) if divides else float(amax) / 2688
-        moved += stored[f"w.{encoding.tensor_scale}"].item() != torch.tensor(nearest).item()
-    assert moved == (3 if divides else 2)
-
-
 @pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
 def test_scales_come_in_the_order_of_gemms_too(kind, tmp_path):
     quantizer = kind(optimize_for_gemm=True)
@@ -285,16 +250,6 @@ def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
     assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
 
 
-def test_masters_of_another_optimizer_are_the_parameters(tmp_path):
-    model = build(None)
-    optimizer = AdamW(model.parameters())
-    train(model, optimizer)
-    export_masters(model, optimizer, tmp_path)
-    assert torch.equal(
-        load_file(tmp_path / "model.safetensors")["up.weight"], model.up.weight.float()
-    )
-
-
 def test_names_are_those_without_wrappers(tmp_path):
     model = build("nvfp4")
     export_checkpoint(model, tmp_path / "plain")
@@ -347,17 +302,6 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
         assert calls == ["up"]
 
 
-def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    model = build(None, seed=1)
-    model.up.weight.quantizer = "mine"
-    before, weight = bytes_of(model), model.down.weight
-    with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
-        import_checkpoint(model, tmp_path)
-    assert_identical(bytes_of(model), before)
-    assert model.down.weight is weight
-
-
 def test_buffers_that_nobody_fills_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
@@ -366,18 +310,6 @@ def test_buffers_that_nobody_fills_are_refused(tmp_path):
     with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
-
-
-def import_into_a_replica(rank: int, folder: str) -> None:
-    replica = nn.parallel.DistributedDataParallel(build(None, seed=1))
-    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel"):
-        import_checkpoint(replica, folder)
-    assert not any(isinstance(param, QuantizedTensor) for param in replica.parameters())
-
-
-def test_replicas_are_imported_before_they_are_wrapped(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    run_ranks(import_into_a_replica, 1, str(tmp_path))
 
 
 # State dict hooks
@@ -437,24 +369,6 @@ def test_hooks_may_change_names(tmp_path):
     master = optimizer.state[model.down.weight]["master_param"]
     assert torch.equal(stored["decoder.weight"], master)
     assert stored["version"] == 2 and not {"down.weight", "steps"} & stored.keys()
-
-
-def test_entries_of_hooks_are_written_and_not_read(tmp_path):
-    def add(module, state, prefix, metadata):
-        state["version"] = torch.tensor(2)
-        del state["steps"]
-
-    model, other = build("nvfp4"), build(None, seed=1)
-    for each in (model, other):
-        each.register_state_dict_post_hook(add)
-    export_checkpoint(model, tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["version"] == 2
-    other.steps.fill_(5)
-    import_checkpoint(other, tmp_path)
-    assert other.steps == 5
-    assert torch.equal(
-        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
-    )
 
 
 def test_parameters_that_a_hook_computes_something_from(tmp_path):
@@ -518,15 +432,15 @@ def overflow(model: Model) -> None:
 
 EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
-    ("nvfp4", None, {"layout": "fp8"}, "in Float8BlockTensor for layout 'fp8', got 'up.weight'"),
+    ("nvfp4", None, {"layout": "fp8"}, "for layout 'fp8', Float8BlockTensor, got NVFP4Tensor; use"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
     ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),
-    ("float8", None, {}, "no layout has this format; call export_masters"),
-    (None, None, {}, "got none that are quantized; call quantize_model"),
+    ("float8", None, {}, "got Float8Tensor; quantize all .* or call export_masters"),
+    (None, None, {}, "got none; quantize all weights"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
     (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),
     ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
-    ("nvfp4", mix, {}, "of one format, got 'up.weight' in NVFP4Tensor and 'down.weight' in MXFP8"),
+    ("nvfp4", mix, {}, "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
     ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, or stacks.*, got 'other'"),
     ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),
     ("nvfp4", lambda model: model.to("meta"), {}, "on the meta device"),
@@ -569,7 +483,7 @@ def test_index_and_files_that_disagree(tmp_path):
     with pytest.raises(ValueError, match="must list what its files hold, got another list"):
         import_checkpoint(build(None), tmp_path)
     (tmp_path / index["weight_map"]["steps"]).unlink()
-    with pytest.raises(FileNotFoundError, match="must exist, got no such file; copy it as well"):
+    with pytest.raises(FileNotFoundError, match="must exist, got no such file"):
         import_checkpoint(build(None), tmp_path)
 
 

@@ -20,7 +20,7 @@ from fp4adam import (
     QuantizedTensor,
     quantize_model,
 )
-from fp4adam.checkpoints.trained import gathered
+from fp4adam.checkpoints.export import gathered
 from fp4adam.optim.remainder import complete, split_off
 from helpers import randn
 from ranks import all_ranks, run_ranks

@@ -135,7 +135,6 @@ class Plain(MXQuantizer):
 
     columnwise: bool = False
     tensor_class = PlainTensor
-    name = "plain"
 
     def full_layout(self):
         return layout(minifloat.E4M3, is_square=False)

@@ -111,7 +111,5 @@ def test_the_callback_of_the_docs():
     )
     namespace = {"fp4adam": fp4adam}
     exec(block, namespace)
-    callback = namespace["LogQuantization"]()
-    _, trainer = fit(callbacks=[callback], log_every_n_steps=2)
-    assert [step for step, _ in callback.monitor.history] == [2, 4, 6]
+    _, trainer = fit(callbacks=[namespace["LogQuantization"]()], log_every_n_steps=2)
     assert 0.05 < trainer.logged_metrics["relative_error/all"] < 0.15

@@ -23,6 +23,7 @@ LAUNCHED_MOST = (
     r"|span codes (mxfp8|float8 block) whole=True|dequantize nvfp4"
     r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
 )
+NIGHTLY = [pytest.mark.exhaustive, pytest.mark.nightly]
 EVERY = (pytest.mark.exhaustive, pytest.mark.every_kernel)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -105,10 +106,6 @@ def of_format(quantizer, tensor_amax=None):
 
 def constexpr_of(F):
     return {"F": {"tuple": FORMAT, "fields": list(F)}}
-
-
-def tile_options(tile):
-    return {"BR": tile.rows, "BC": tile.cols, "STAGES": tile.num_stages}
 
 
 MEASURED = ("tile_ratios", "stored_amaxes")
@@ -265,14 +262,19 @@ def shard_jobs():
     for name in ("nvfp4", "mxfp8", "mxfp8 2d", "mxfp4", "float8", "float8 block"):
         layout = FORMATS[name].layout
         F = constexpr_of(cast.span_format(layout, torch.bfloat16))
-        for whole, tile in zip((True, False), cast._tiles_of(layout), strict=True):
-            options = {**types, **F, "WHOLE": whole, "PARTS": tile.loop, **tile_options(tile)}
-            limit = None if whole else cast.MASKED_REGISTERS
-            for kernel, more in (("amax", {}), ("codes", {"epsilon": "fp32"})):
-                if kernel == "amax" and not whole and name != "mxfp8":
+        for whole, form in zip((True, False), cast.span_forms(layout), strict=True):
+            options = {
+                **types, **F, "WHOLE": whole, "TR": form.rows, "BR": form.part_rows,
+                "BC": form.cols, "STAGES": form.num_stages,
+            }  # fmt: skip
+            for kind in ("amax", "codes"):
+                if kind == "amax" and not whole and name != "mxfp8":
                     continue  # its masks are those of the codes
-                jobs[f"span {kernel} {name} whole={whole}"] = job(
-                    f"cast._span_{kernel}_kernel", {**listed, **more}, options, maxnreg=limit
+                jobs[f"span {kind} {name} whole={whole}"] = job(
+                    "cast._span_kernel",
+                    {**listed, "epsilon": "fp32"},
+                    {"MEASURES": kind == "amax", **options},
+                    maxnreg=form.registers,
                 )
         jobs[f"span scales {name}"] = job(
             "cast._scales_kernel",
@@ -281,9 +283,8 @@ def shard_jobs():
         )
     for bits, side in transpose.TILE.items():
         for name, size in (("transpose", side), ("transpose_edge", transpose.EDGE)):
-            jobs[f"{name} {bits}"] = job(
-                f"transpose._{name}_kernel", listed, {"BITS": bits, "SIDE": size}
-            )
+            options = {"BITS": bits, "WHOLE": name == "transpose", "SIDE": size}
+            jobs[f"{name} {bits}"] = job("transpose._transpose_kernel", listed, options)
     return jobs
 
 
@@ -313,9 +314,9 @@ def matrix_jobs():
             {**constexpr_of(F), "MASKED": masked, "BR": br, "BC": bc},
             num_warps=8 if masked else br * bc // 1024,
         )
-    activations = NVFP4Quantizer(), MXFP8Quantizer(), Float8BlockQuantizer(), Float8Quantizer()
-    for quantizer in activations:
-        name = quantizer.name
+    kinds = NVFP4Quantizer, MXFP8Quantizer, Float8BlockQuantizer, Float8Quantizer
+    names = "nvfp4", "mxfp8", "float8_block", "float8"
+    for name, quantizer in zip(names, (kind() for kind in kinds), strict=True):
         jobs[f"fake quantize {name}"] = job(
             "cast._quantize_kernel",
             {"x_ptr": "*bf16", "amax_ptr": "*fp32", "out_ptr": "*bf16", **given},
@@ -367,7 +368,6 @@ def kernel_jobs(sm):
             "table": "*i64",
             "hyper": "*fp64",
             "groups": "*i32",
-            "first_elements": "*i64",
             "steps": "*i64",
             "scalars": "*fp32",
             "n": "i32",
@@ -397,7 +397,7 @@ def most_spilled() -> int:
     "sm, forms",
     [
         (90, LAUNCHED_MOST),
-        pytest.param(90, "", marks=pytest.mark.exhaustive),
+        pytest.param(90, "", marks=NIGHTLY),
         *(pytest.param(sm, "", marks=EVERY) for sm in CAPABILITIES[1:]),
     ],
     ids=["90-launched most", *map(str, CAPABILITIES)],
@@ -450,7 +450,7 @@ ONE_OF_EACH = r"adam bf16 with master$|step (nvfp4|mxfp8|float8)$"
     "sm, forms",
     [
         (75, ONE_OF_EACH),
-        pytest.param(86, LAUNCHED_MOST, marks=pytest.mark.exhaustive),
+        pytest.param(86, LAUNCHED_MOST, marks=NIGHTLY),
     ],
     ids=["75-one of each", "86"],
 )

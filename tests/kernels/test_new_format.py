@@ -14,8 +14,8 @@ from torch import Tensor
 from fp4adam import FP4Adam, QuantizedTensor
 from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
-from fp4adam.kernels import dequantize, format
-from fp4adam.kernels.tiles.words import pack_words
+from fp4adam.kernels import dequantize, format, store
+from fp4adam.kernels.tiles.codes import pack_words
 from fp4adam.tensors import backend
 from fp4adam.tensors.layout import CodeType, Layout, ScaleRule
 
@@ -24,7 +24,7 @@ known_words, known_values = format.code_words, format.code_values
 
 
 @triton.jit
-def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, HARDWARE: tl.constexpr):
+def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr):
     if CODE == "e2m3":
         # Adding 2^20 times the power of two leaves a multiple of an eighth of it, ties to even.
         power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -36,7 +36,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, HARDWARE: tl.constex
         words = pack_words(code | sign, 8, x.shape[0], x.shape[1])
         value = x
     else:
-        words, value = known_words(x, CODE, VALUES, HARDWARE)
+        words, value = known_words(x, CODE, VALUES, WHOLE)
     return words, value
 
 
@@ -76,7 +76,6 @@ class E2M3Quantizer(MXQuantizer[E2M3Tensor]):
 
     columnwise: bool = False
     tensor_class = E2M3Tensor
-    name = "e2m3"
     kernels = True
 
     def full_layout(self) -> Layout:
@@ -92,7 +91,7 @@ class E2M3Quantizer(MXQuantizer[E2M3Tensor]):
 def e2m3(monkeypatch):
     monkeypatch.setitem(format.CODE_BITS, "e2m3", 8)
     monkeypatch.setattr(format, "code_words", code_words)
-    for module in (format, dequantize):
+    for module in (store, dequantize):
         monkeypatch.setattr(module, "code_values", code_values)
 
 

@@ -9,10 +9,17 @@ import triton.language as tl
 from elementwise import elementwise
 from fp4adam.formats.float8_block import encode_scale
 from fp4adam.kernels.format import float32_scale, inverse_scale
-from fp4adam.kernels.tiles.bfloat16 import round_to_bfloat16
-from fp4adam.kernels.tiles.e2m1 import e2m1_code, e2m1_value
-from fp4adam.kernels.tiles.e4m3 import e4m3_code, e4m3_value
-from fp4adam.kernels.tiles.e8m0 import e8m0_code_up, e8m0_reciprocal, e8m0_value
+from fp4adam.kernels.tiles.codes import (
+    e2m1_code,
+    e2m1_round,
+    e2m1_value,
+    e4m3_code,
+    e4m3_value,
+    e8m0_code_up,
+    e8m0_reciprocal,
+    e8m0_value,
+    round_to,
+)
 from rounding_reference import BFLOAT16, E2M1, E4M3, E8M0, float32_inputs, signed_code
 
 
@@ -29,70 +36,70 @@ def _scales_kernel(
 
 @np.errstate(invalid="ignore")  # the interpreter computes with signalling NaNs in numpy
 def apply(function, x: np.ndarray, dtype: torch.dtype, device: str) -> np.ndarray:
-    y = elementwise(function, torch.from_numpy(x).to(device), dtype).cpu()
-    return (y.view(torch.int16) if dtype == torch.bfloat16 else y).numpy()
+    return elementwise(function, torch.from_numpy(x).to(device), dtype).cpu().numpy()
 
 
-def assert_same(actual: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:
-    wrong = np.flatnonzero(actual != expected)[:8]
-    shown = [(hex(x[i].view(f"u{x.itemsize}")), actual[i], expected[i]) for i in wrong]
+@triton.jit
+def e2m1_rounded(x):
+    code, value = e2m1_round(x)
+    # What the code stands for, with the sign of x, which NaN keeps as well.
+    same = (e2m1_value(code) == value) | (x != x)
+    return tl.where(same, code, -1)
+
+
+@triton.jit
+def to_bfloat16(x):
+    return round_to(x, tl.bfloat16).to(tl.int16, bitcast=True)
+
+
+def e8m0_up(x: np.ndarray) -> np.ndarray:
+    """Of numbers that are not negative."""
+    expected = np.minimum(np.searchsorted(E8M0.astype(np.float32), x), 254)
+    return np.where(np.isnan(x), 255, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "dtype", "expected"),
+    [
+        (e2m1_code, E2M1, torch.int32, lambda x: signed_code(x, E2M1, nan=0x7, sign=0x8)),
+        (e2m1_rounded, E2M1, torch.int32, lambda x: signed_code(x, E2M1, nan=0x7, sign=0x8)),
+        (e4m3_code, E4M3, torch.uint8, lambda x: signed_code(x, E4M3, nan=0x7F, sign=0x80)),
+        (
+            to_bfloat16,
+            BFLOAT16,
+            torch.int16,
+            lambda x: signed_code(x, BFLOAT16, nan=0x7FFF, sign=0x8000).astype(np.int16),
+        ),
+        (e8m0_code_up, E8M0, torch.int32, e8m0_up),
+    ],
+    ids=["e2m1", "e2m1 and value", "e4m3", "bf16", "e8m0"],
+)
+def test_codes_are_the_nearest_values_with_ties_to_even(function, values, dtype, expected, device):
+    x = float32_inputs(values)
+    x = np.abs(x) if values is E8M0 else x
+    code, expected = apply(function, x, dtype, device), expected(x)
+    wrong = np.flatnonzero(code != expected)[:8]
+    shown = [(hex(x[i].view("u4")), code[i], expected[i]) for i in wrong]
     assert not shown, f"(input bits, result, expected): {shown}"
 
 
-def assert_same_values(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Equal bits, except that one NaN is as good as another."""
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(actual), nan)
-    bits = expected.astype(np.float32).view(np.int32)
-    np.testing.assert_array_equal(actual.view(np.int32)[~nan], bits[~nan])
-
-
-def test_e2m1_code_is_the_nearest_value_with_ties_to_even(device):
-    x = float32_inputs(E2M1)
-    code = apply(e2m1_code, x, torch.int32, device)
-    assert_same(code, signed_code(x, E2M1, nan=0x7, sign=0x8), x)
-
-
-def test_e2m1_value_is_exact_for_every_code(device):
-    value = apply(e2m1_value, np.arange(16, dtype=np.int32), torch.float32, device)
-    assert_same_values(value, np.concatenate([E2M1, -E2M1]))
-
-
-def test_e4m3_code_is_the_nearest_value_with_ties_to_even(device):
-    x = float32_inputs(E4M3)
-    code = apply(e4m3_code, x, torch.uint8, device)
-    assert_same(code, signed_code(x, E4M3, nan=0x7F, sign=0x80), x)
-
-
-def test_e4m3_value_is_exact_for_every_byte(device):
-    value = apply(e4m3_value, np.arange(256, dtype=np.uint8), torch.float32, device)
-    assert_same_values(value, np.concatenate([E4M3, [np.nan], -E4M3, [np.nan]]))
-
-
-def test_e8m0_code_up_is_the_smallest_value_not_below(device):
-    x = np.abs(float32_inputs(E8M0))
-    code = apply(e8m0_code_up, x, torch.int32, device)
-    expected = np.minimum(np.searchsorted(E8M0.astype(np.float32), x), 254)
-    assert_same(code, np.where(np.isnan(x), 255, expected), x)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
-def test_e8m0_value_is_exact_for_every_byte(dtype, device):
-    value = apply(e8m0_value, np.arange(256, dtype=dtype), torch.float32, device)
-    assert_same_values(value, np.append(E8M0, np.nan))
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
-def test_e8m0_reciprocal_is_exact_for_every_byte(dtype, device):
-    value = apply(e8m0_reciprocal, np.arange(256, dtype=dtype), torch.float32, device)
-    assert_same_values(value, np.append(1 / E8M0, np.nan))
-
-
-def test_round_to_bfloat16_is_the_nearest_value_with_ties_to_even(device):
-    x = float32_inputs(BFLOAT16)
-    bits = apply(round_to_bfloat16, x, torch.bfloat16, device)
-    expected = signed_code(x, BFLOAT16, nan=0x7FFF, sign=0x8000)
-    assert_same(bits, expected.astype(np.uint16).view(np.int16), x)
+@pytest.mark.parametrize(
+    ("function", "n", "dtypes", "expected"),
+    [
+        (e2m1_value, 16, [np.int32], np.concatenate([E2M1, -E2M1])),
+        (e4m3_value, 256, [np.uint8], np.concatenate([E4M3, [np.nan], -E4M3, [np.nan]])),
+        (e8m0_value, 256, [np.uint8, np.int32], np.append(E8M0, np.nan)),
+        (e8m0_reciprocal, 256, [np.uint8, np.int32], np.append(1 / E8M0, np.nan)),
+    ],
+    ids=["e2m1", "e4m3", "e8m0", "1 / e8m0"],
+)
+def test_values_are_exact_for_every_code(function, n, dtypes, expected, device):
+    for dtype in dtypes:
+        value = apply(function, np.arange(n, dtype=dtype), torch.float32, device)
+        nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(value), nan)
+        bits = expected.astype(np.float32).view(np.int32)
+        np.testing.assert_array_equal(value.view(np.int32)[~nan], bits[~nan])
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")

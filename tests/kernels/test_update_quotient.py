@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton", reason="a test of a tile function")
 tl = pytest.importorskip("triton.language")
 
-from fp4adam.kernels.tiles import update  # noqa: E402
+from fp4adam.kernels import adam  # noqa: E402
 
 SMALLEST_NORMAL, SMALLEST, LARGEST = (Fraction(2) ** n for n in (-126, -149, 127))
 # Of c and eps: usual ones, and both sides of the bounds of the fast path.
@@ -32,7 +32,7 @@ def _quotient_kernel(a_ptr, v_ptr, scalars_ptr, out_ptr, N: tl.constexpr):
     """Grid: (numel / N,)."""
     offs = tl.program_id(0) * N + tl.arange(0, N)
     c, eps = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    quotient = update.update_quotient(tl.load(a_ptr + offs), tl.load(v_ptr + offs), c, eps)
+    quotient = adam.update_quotient(tl.load(a_ptr + offs), tl.load(v_ptr + offs), c, eps)
     tl.store(out_ptr + offs, quotient)
 
 
@@ -50,8 +50,8 @@ def random_floats(n: int, exponents: tuple[int, int], signed: bool, seed: int) -
 @pytest.mark.parametrize("range_of", ["all", "fast", "edge"])
 def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
     n = 1 << (24 if device == "cuda" else 14)
-    low, high = update.LEAST_A, update.LEAST_A + update.SPAN
-    low_v, high_v = update.LEAST_V, update.LEAST_V + update.SPAN
+    low, high = adam.LEAST_A, adam.LEAST_A + adam.SPAN
+    low_v, high_v = adam.LEAST_V, adam.LEAST_V + adam.SPAN
     exponents = {
         "all": ((-127, 129), (-127, 129)),
         "fast": ((low, high), (low_v, high_v)),
@@ -75,16 +75,16 @@ def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
 
 
 def test_the_fast_path_takes_nothing_that_leaves_the_normal_numbers():
-    span = Fraction(2) ** update.SPAN
-    a = Fraction(2) ** update.LEAST_A, Fraction(2) ** update.LEAST_A * span
-    v = Fraction(2) ** update.LEAST_V, Fraction(2) ** update.LEAST_V * span
+    span = Fraction(2) ** adam.SPAN
+    a = Fraction(2) ** adam.LEAST_A, Fraction(2) ** adam.LEAST_A * span
+    v = Fraction(2) ** adam.LEAST_V, Fraction(2) ** adam.LEAST_V * span
     roots = (
-        Fraction(2) ** (update.LEAST_V // 2),
-        Fraction(2) ** -(-(update.LEAST_V + update.SPAN) // 2),
+        Fraction(2) ** (adam.LEAST_V // 2),
+        Fraction(2) ** -(-(adam.LEAST_V + adam.SPAN) // 2),
     )
     least = roots[0] / 2
-    most = roots[1] * 2**update.MOST_C + 2**update.MOST_EPS
-    assert update.LEAST_V % 2 == 0
+    most = roots[1] * 2**adam.MOST_C + 2**adam.MOST_EPS
+    assert adam.LEAST_V % 2 == 0
     # Denominators, their reciprocals and the quotients are normal numbers, with a bit to spare.
     for x in (least, 1 / most, a[0] / most):
         assert x >= 2 * SMALLEST_NORMAL

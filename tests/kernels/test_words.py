@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from fp4adam.formats import minifloat
-from fp4adam.kernels.tiles.e4m3 import e4m3_word, e4m3_words
-from fp4adam.kernels.tiles.words import pack_words, transpose_words
+from fp4adam.kernels.tiles.codes import e4m3_words, pack_words, transpose_words
 
 
 @triton.jit
@@ -28,13 +27,6 @@ def _e4m3_words_kernel(x_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :])
     out = out_ptr + tl.arange(0, R)[:, None] * (C // 4) + tl.arange(0, C // 4)[None, :]
     tl.store(out, e4m3_words(x, R, C))
-
-
-@triton.jit
-def _e4m3_word_kernel(x_ptr, out_ptr, N: tl.constexpr):
-    ptr = x_ptr + 4 * tl.arange(0, N)
-    words = e4m3_word(tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3))
-    tl.store(out_ptr + tl.arange(0, N), words)
 
 
 def packed(code, bits):
@@ -62,8 +54,6 @@ def test_e4m3_words_hold_the_codes(device):
     # Any bit pattern in one half, values within the format's range in the other.
     x = torch.cat((bits.view(torch.float32), torch.randn(64, 256, generator=generator) * 64))
     expected, x = minifloat.e4m3_code(x), x.to(device)
-    words = torch.empty(2, 128, 64, dtype=torch.int32, device=device)
-    _e4m3_words_kernel[(1,)](x, words[0].view(torch.uint32), 128, 256)
-    _e4m3_word_kernel[(1,)](x, words[1].view(torch.uint32), words[1].numel())
-    for each in words.view(torch.uint8).cpu():
-        assert torch.equal(each, expected)
+    words = torch.empty(128, 64, dtype=torch.int32, device=device)
+    _e4m3_words_kernel[(1,)](x, words.view(torch.uint32), 128, 256)
+    assert torch.equal(words.view(torch.uint8).cpu(), expected)

@@ -16,6 +16,8 @@ from helpers import assert_identical, train
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM, TOKENS = 4, 32, 24
+OFFSETS = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
+FORMATS = ["nvfp4", "mxfp8", "float8block"]
 
 
 class Experts(nn.Module):
@@ -38,11 +40,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token goes to the expert of its largest logit; ``skips`` of them get none."""
+    """Each token goes to the expert of its largest logit; the last expert gets none."""
 
-    def __init__(self, transposed: bool = False, dim: int = DIM, skips: int = 1) -> None:
+    def __init__(self, transposed: bool = False, dim: int = DIM) -> None:
         super().__init__()
-        self.router = nn.Linear(dim, EXPERTS - skips, bias=False)
+        self.router = nn.Linear(dim, EXPERTS - 1, bias=False)
         self.experts = Experts(transposed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,11 +65,12 @@ def make(recipe="nvfp4", seed=0, dtype=torch.float32, **options) -> MoE:
     return quantize_model(MoE(**{"dim": dim} | options).to(dtype), recipe, not_router)
 
 
-def tokens(seed=1, dtype=torch.float32, dim=DIM) -> Tensor:
-    return torch.randn(TOKENS, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def tokens(model: MoE, seed=1) -> Tensor:
+    generator, weight = torch.Generator().manual_seed(seed), model.router.weight
+    return torch.randn(TOKENS, weight.shape[1], generator=generator).to(weight.dtype)
 
 
-def decoded(model: nn.Module) -> nn.Module:
+def decoded(model: MoE) -> MoE:
     """The same model with plain parameters of the decoded values."""
     plain = MoE(model.experts.transposed, model.router.in_features).to(model.router.weight.dtype)
     for name, param in model.named_parameters():
@@ -82,39 +85,41 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x).float() - torch.roll(x.float(), 1, 1)).square().mean()
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_gradients_are_those_of_the_decoded_values(recipe, transposed, dtype):
     model = make(recipe, transposed=transposed, dtype=dtype)
     assert all(isinstance(param, QuantizedTensor) for param in model.experts.parameters())
-    plain = decoded(model)
-    runs = []
-    for each in (model, plain):
-        x = tokens(dtype=dtype, dim=model.router.in_features).requires_grad_()
-        each(x).float().square().sum().backward()
-        grads = [param.grad for param in each.parameters()]
-        assert not grads[1][-1].any()  # the last expert has no tokens
-        runs.append([each(x), x.grad, *grads])
-    assert_identical(*runs)
+    plain, runs = decoded(model), []
+    for each in (model, plain, lambda x: checkpoint(model, x, use_reentrant=False)):
+        x = tokens(model).requires_grad_()
+        params = [*(plain if each is plain else model).parameters()]
+        for param in params:
+            param.grad = None
+        y = each(x)
+        y.float().square().sum().backward()
+        runs.append([y, x.grad, *(param.grad for param in params)])
+        assert not params[1].grad[-1].any()
+    for run in runs[1:]:
+        assert_identical(runs[0], run)
 
 
 def test_under_autocast_experts_multiply_in_bfloat16():
-    model, x = make(), tokens()
-    offsets = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
+    model = make()
+    x = tokens(model)
     with torch.autocast("cpu", torch.bfloat16):
-        y = model.experts(x, offsets)
+        y = model.experts(x, OFFSETS)
         y.square().sum().backward()
     assert y.dtype == torch.bfloat16
-    expected = decoded(model).bfloat16().experts(x.bfloat16(), offsets)
-    assert_identical(y, expected)
+    assert_identical(y, decoded(model).bfloat16().experts(x.bfloat16(), OFFSETS))
     assert model.experts.down_proj.grad.dtype == torch.float32
 
 
 def test_no_decoded_stack_is_kept_for_the_backward_pass():
     model, saved = make(dtype=torch.bfloat16), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        model(tokens(dtype=torch.bfloat16).requires_grad_())
+        model(tokens(model).requires_grad_())
     stacks = [x for x in saved if x.dim() == 3]
     assert len(stacks) == 2 and all(isinstance(x, TransposedWeight) for x in stacks)
 
@@ -127,6 +132,7 @@ def test_no_decoded_stack_is_kept_for_the_backward_pass():
         lambda stack: torch.bmm(torch.ones(EXPERTS, 3, DIM), stack.transpose(2, 1)),
         lambda stack: stack.transpose(1, 2)[1],
         lambda stack: stack.transpose(1, 2).transpose(1, 2),
+        lambda stack: stack.transpose(1, 2).transpose(0, 1),
         lambda stack: stack[2],
         lambda stack: F.linear(torch.ones(3, DIM), stack[torch.tensor(2)]),
         lambda stack: torch.stack([stack.transpose(1, 2)] * 2),
@@ -141,36 +147,27 @@ def test_other_operators_see_decoded_values(read):
     assert_identical((read(stack), stack.grad), (read(plain), plain.grad))
     with torch.no_grad():
         assert_identical(read(stack), read(plain))
-
-
-def test_a_transposed_stack_looks_like_one():
-    stack = make().experts.gate_up_proj
-    turned, plain = stack.transpose(1, 2), stack.dequantize(torch.float32).transpose(1, 2)
+    turned, expected = stack.transpose(1, 2), plain.transpose(1, 2)
     for look in ("shape", "dtype", "device", "requires_grad", "ndim"):
-        assert getattr(turned, look) == getattr(plain, look)
-    assert turned.stride() == plain.stride() and len(turned) == EXPERTS
+        assert getattr(turned, look) == getattr(expected, look)
+    assert turned.stride() == expected.stride() and len(turned) == EXPERTS
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_functions_of_torch_and_compiled_graphs_take_stacks(transposed):
-    model, x = make(transposed=transposed), tokens()
+    model = make(transposed=transposed)
+    x = tokens(model)
     params = {name: p.detach() for name, p in model.named_parameters()}
-    grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params)
-    model(x).sum().backward()
+    call = torch.func.functional_call
+    grads, of_x = torch.func.grad(lambda p, x: call(model, p, (x,)).sum(), (0, 1))(params, x)
+    twin = x.clone().requires_grad_()
+    model(twin).sum().backward()
+    torch.testing.assert_close(of_x, twin.grad)
     for name, param in model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad)
-    offsets = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
     model, x = model.bfloat16(), x.bfloat16()  # torch traces products of BF16 alone
     compiled = torch.compile(model.experts, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, offsets), model.experts(x, offsets))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_functions_of_torch_differentiate_by_the_tokens(transposed):
-    model, x = make(transposed=transposed), tokens()
-    of_x = torch.func.grad(lambda x: model(x).square().sum())(x)
-    model(x.requires_grad_()).square().sum().backward()
-    torch.testing.assert_close(of_x, x.grad)
+    torch.testing.assert_close(compiled(x, OFFSETS), model.experts(x, OFFSETS))
 
 
 def test_recipes_for_quantized_operands_are_refused():
@@ -180,7 +177,7 @@ def test_recipes_for_quantized_operands_are_refused():
             make(recipe, dim=128)
         stack = recipe.quantizer.quantize(torch.ones(2, 128, 128))
         with pytest.raises(NotImplementedError, match="stack of experts must be quantized alone"):
-            F.grouped_mm(tokens(dim=128), stack, offs=torch.tensor([6, TOKENS], dtype=torch.int32))
+            F.grouped_mm(torch.ones(TOKENS, 128), stack, offs=OFFSETS[-2:])
     model = nn.Sequential(MoE(dim=128), nn.Linear(128, 128))
     with pytest.warns(UserWarning, match="2 layers stay .*: 0.router, 0.experts"):
         quantize_model(model, recipe)  # no filter
@@ -196,46 +193,29 @@ def test_rows_may_lie_in_any_way():
     torch.testing.assert_close(x.grad, dense.repeat_interleave(torch.tensor([4, 6]), 0))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_training_copying_saving_and_moving(recipe):
     model = make(recipe)
-    optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
-    x, losses = tokens(dim=model.router.in_features), []
+    optimizer, x = FP4Adam(model.named_parameters(), lr=1e-2), tokens(model)
 
-    def step(model, optimizer):
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+    def steps(model: MoE, optimizer: FP4Adam, n: int) -> list[float]:
+        return train(optimizer, (loss_of(model, x) for _ in range(n)))
 
-    for _ in range(10):
-        losses.append(step(model, optimizer))
+    losses = steps(model, optimizer, 10)
     assert losses[-1] < 0.9 * losses[0]
-    twin, its = copy.deepcopy((model, optimizer))
-    pickled, others = pickle.loads(pickle.dumps((model, optimizer)))
     loaded = make(recipe, seed=5)
     loads = FP4Adam(loaded.named_parameters(), lr=1e-2)
     loaded.load_state_dict(model.state_dict())
     loads.load_state_dict(optimizer.state_dict())
-    moved = model.cpu()
-    pairs = (moved, optimizer), (twin, its), (pickled, others), (loaded, loads)
-    runs = [[step(*pair) for _ in range(2)] for pair in pairs]
+    copied, pickled = (
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+    )
+    pairs = (model.cpu(), optimizer), copied, pickled, (loaded, loads)
+    runs = [steps(*pair, 2) for pair in pairs]
     assert all(run == runs[0] for run in runs)
-    states = [pair[0].state_dict() for pair in pairs]
-    for state in states[1:]:
-        for name, value in states[0].items():
-            assert_identical(value, state[name])
-
-
-def test_gradient_checkpointing():
-    model, x = make(), tokens().requires_grad_()
-    grads = []
-    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
-        model.zero_grad()
-        run(x).square().sum().backward()
-        grads.append([param.grad for param in model.parameters()])
-    assert_identical(*grads)
+    for pair in pairs[1:]:
+        assert_identical(dict(pair[0].state_dict()), dict(model.state_dict()))
 
 
 def test_what_is_a_stack(recwarn):
@@ -244,14 +224,14 @@ def test_what_is_a_stack(recwarn):
     model.experts.bias = nn.Parameter(torch.zeros(EXPERTS, DIM))
     model.other = nn.Module()
     model.other.cube = nn.Parameter(torch.zeros(EXPERTS, DIM, DIM))  # has no num_experts
-    found = summary(quantize_model(model, "nvfp4", not_router))
+    for _ in range(2):  # again: nothing changes
+        before = dict(model.named_parameters())
+        found = summary(quantize_model(model, "nvfp4", not_router))
+        assert all(before[name] is param for name, param in model.named_parameters())
     names = [p.name for p in found.quantized]
     assert names == ["experts.gate_up_proj", "experts.down_proj"]
     assert "other.cube (Module: its module has no num_experts" in found.describe()
     assert "gate_up_proj=NVFP4, down_proj=NVFP4" in str(model)
-    before = dict(model.named_parameters())
-    quantize_model(model, "nvfp4", not_router)  # again: nothing changes
-    assert all(before[name] is param for name, param in model.named_parameters())
     with pytest.warns(UserWarning, match="'experts': experts must have a multiple of 128 rows"):
         quantize_model(MoE(), "float8block")
     with pytest.raises(ValueError, match="layer 'experts': rows and columns of MXFP8 must be"):
@@ -264,9 +244,9 @@ def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dic
         fully_shard(model.experts, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
-    # The same tokens on every rank.
-    dim = model.router.in_features
-    losses = train(optimizer, (loss_of(model, tokens(number, dim=dim)) for number in range(3)))
+    generator, dim = torch.Generator().manual_seed(1), 128 if recipe == "float8block" else DIM
+    batches = torch.randn(3, TOKENS, dim, generator=generator)  # the same on every rank
+    losses = train(optimizer, (loss_of(model, x) for x in batches))
     masters = {}
     for name, param in model.named_parameters():
         master = optimizer.state[param].get("master_param", param.detach())
@@ -274,14 +254,7 @@ def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dic
     return losses, masters
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "nvfp4",
-        "mxfp8",
-        "float8block",
-    ],
-)
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_fsdp(recipe):
     alone = train_model(0, recipe, False)
     for losses, masters in run_ranks(train_model, 2, recipe, True):

@@ -29,6 +29,10 @@ def layer_in(recipe="nvfp4", bias=True, dtype=None, device="cpu") -> nn.Linear:
     return quantize_model(nn.Linear(IN, OUT, bias, device=device, dtype=dtype), recipe)
 
 
+def two_layers_in(recipe: str) -> nn.Sequential:
+    return nn.Sequential(layer_in(recipe), nn.ReLU(), quantize_model(nn.Linear(OUT, OUT), recipe))
+
+
 def dense_twin(layer: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as plain leaves of ``dtype``."""
     weight = layer.weight.dequantize(torch.float32).detach().to(dtype).requires_grad_()
@@ -41,9 +45,6 @@ def randn(*shape, dtype=torch.float32, device="cpu", requires_grad=True) -> Tens
     return x.to(device, dtype).requires_grad_(requires_grad)
 
 
-# Values and gradients
-
-
 @every_format
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (), (0,)])
@@ -53,11 +54,9 @@ def test_it_is_the_dense_layer_with_the_dequantized_weight(recipe, bias, shape, 
     x = randn(*shape, IN, dtype=torch.float64, device=device)
     twin = x.detach().clone().requires_grad_()
     grad = torch.randn(*shape, OUT, dtype=torch.float64, device=device)
-
     y, expected = layer(x), F.linear(twin, weight, dense_bias)
     y.backward(grad)
     expected.backward(grad)
-
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, twin.grad)
     # Gradients come in the nominal dtype of what they belong to.
@@ -79,53 +78,36 @@ def test_weight_and_bias_are_read_in_the_dtype_of_the_input(dtype, weight_dtype,
     assert layer.weight.grad.dtype == layer.bias.grad.dtype == weight_dtype
 
 
-def test_integers_are_refused():
-    with pytest.raises(TypeError, match="input must be floating point .* got torch.int64; convert"):
-        layer_in()(torch.ones(3, IN, dtype=torch.int64))
-
-
-def test_quantized_input_is_dequantized():
+def test_integers_are_refused_and_quantized_input_is_dequantized():
     layer = layer_in()
+    with pytest.raises(TypeError, match="input must be floating point .* got torch.int64; convert"):
+        layer(torch.ones(3, IN, dtype=torch.int64))
     x = NVFP4Quantizer().quantize(torch.randn(16, IN))
     assert torch.equal(layer(x), layer(x.dequantize(torch.float32)))
     dense = torch.randn(OUT, IN)
     assert torch.equal(F.linear(x, dense), F.linear(x.dequantize(torch.float32), dense))
 
 
-@pytest.mark.parametrize("enabled", ["x", "weight", "bias"])
+@pytest.mark.parametrize("enabled", ["x", "weight", "bias", "nothing"])
 def test_each_gradient_is_computed_alone(enabled):
     layer, x = layer_in(), randn(3, IN, requires_grad=enabled == "x")
     layer.weight.requires_grad_(enabled == "weight")
     layer.bias.requires_grad_(enabled == "bias")
+    if enabled == "nothing":
+        assert layer(x).grad_fn is None
+        return
     layer(x).sum().backward()
     grads = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
     assert [name for name, grad in grads.items() if grad is not None] == [enabled]
-
-
-def test_frozen_layer_builds_no_graph():
-    layer = layer_in().requires_grad_(False)
-    assert layer(randn(3, IN, requires_grad=False)).grad_fn is None
-    with torch.no_grad():
-        assert layer_in()(randn(3, IN)).grad_fn is None
-
-
-def test_gradients_accumulate():
-    layer, x = layer_in(), randn(3, IN)
-    layer(x).sum().backward()
-    once = layer.weight.grad.clone()
-    layer(x).sum().backward()
-    assert torch.equal(layer.weight.grad, 2 * once)
 
 
 def test_double_backward_is_that_of_the_dense_layer():
     layer, x = layer_in(), randn(3, IN, dtype=torch.float64)
     weight, bias = dense_twin(layer, torch.float64)
     twin = x.detach().clone().requires_grad_()
-
     for inputs, y in ((x, layer(x)), (twin, F.linear(twin, weight, bias))):
         (grad,) = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
         grad.pow(2).sum().backward()
-
     torch.testing.assert_close(x.grad, twin.grad)
     torch.testing.assert_close(layer.weight.grad, weight.grad.float())
     torch.testing.assert_close(layer.bias.grad, bias.grad.float())
@@ -145,52 +127,27 @@ def test_autocast_runs_in_its_dtype(recipe, device):
     assert torch.equal(y, F.linear(x.bfloat16(), weight, layer.bias.bfloat16()))
 
 
-def test_one_weight_may_serve_two_layers():
-    model = nn.Sequential(nn.Linear(IN, IN), nn.ReLU(), nn.Linear(IN, IN))
-    model[2].weight = model[0].weight
-    quantize_model(model, "nvfp4")
-    assert model[0].weight is model[2].weight and len(list(model.parameters())) == 3
-    weight, x = dense_twin(model[0], torch.float32)[0], randn(3, IN)
-
-    model(x).sum().backward()
-    dense = F.linear(F.linear(x, weight, model[0].bias).relu(), weight, model[2].bias)
-    dense.sum().backward()
-
-    torch.testing.assert_close(model[0].weight.grad, weight.grad)
-    FP4Adam(model.parameters()).step()
-    assert model[0].weight is model[2].weight
-
-
 # Memory
-
-
-def weights_alive(monkeypatch) -> list[weakref.ref]:
-    """Collects a reference to every dequantized weight from now on."""
-    alive, read = [], QuantizedTensor._read
-
-    def watched(*args, **kwargs) -> Tensor:
-        value = read(*args, **kwargs)
-        alive.append(weakref.ref(value.untyped_storage()))
-        return value
-
-    monkeypatch.setattr(QuantizedTensor, "_read", watched)
-    return alive
 
 
 @every_format
 @pytest.mark.parametrize("autocast", [True, False])
 def test_dequantized_weight_is_freed_at_once(recipe, autocast, monkeypatch):
-    model = nn.Sequential(layer_in(recipe), nn.ReLU(), quantize_model(nn.Linear(OUT, OUT), recipe))
-    saved = []
+    model, saved, references, read = two_layers_in(recipe), [], [], QuantizedTensor._read
+
+    def watched(*args, **kwargs) -> Tensor:
+        value = read(*args, **kwargs)
+        references.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    monkeypatch.setattr(QuantizedTensor, "_read", watched)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    references = weights_alive(monkeypatch)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), hooks:
         y = model(randn(3, IN))
     gc.collect()
     assert len(references) == 2 and all(reference() is None for reference in references)
     weights = [t for t in saved if t.shape in [(OUT, IN), (OUT, OUT)]]
     assert len(weights) == 2 and all(isinstance(t, QuantizedTensor) for t in weights)
-
     y.sum().backward(retain_graph=True)
     gc.collect()
     assert len(references) == 4 and all(reference() is None for reference in references)
@@ -198,84 +155,17 @@ def test_dequantized_weight_is_freed_at_once(recipe, autocast, monkeypatch):
 
 @compiles
 @every_format
-def test_compiled_graph_keeps_no_dequantized_weight(recipe, device):
+def test_compiled_training_needs_one_graph_that_keeps_no_dequantized_weight(recipe, device):
     torch._dynamo.reset()
-    model = nn.Sequential(layer_in(recipe), nn.ReLU(), quantize_model(nn.Linear(OUT, OUT), recipe))
-    compiled = torch.compile(model.to(device), backend="aot_eager", fullgraph=True)
-    saved = []
+    model = two_layers_in(recipe).to(device)
+    eager, backend, saved = copy.deepcopy(model), CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    optimizers = [FP4Adam(m.parameters(), lr=1e-2) for m in (model, eager)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = compiled(randn(3, IN, device=device))
+        compiled(randn(3, IN, device=device))
     assert max(t.numel() for t in saved if t.dtype != torch.uint8) <= 3 * IN
     codes = model[0].weight.rowwise_data
     assert any(t.shape == codes.shape and t.dtype == codes.dtype for t in saved)
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant, device):
-    layer, x = layer_in(device=device), randn(3, IN, device=device)
-    twin, x_twin = copy.deepcopy(layer), x.detach().clone().requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y = checkpoint(layer, x, use_reentrant=use_reentrant)
-        expected = twin(x_twin)
-    y.sum().backward()
-    expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(x.grad, x_twin.grad)
-    assert torch.equal(layer.weight.grad, twin.weight.grad)
-
-
-def test_saved_tensors_may_be_offloaded():
-    layer, x = layer_in(), randn(3, IN)
-    with torch.autograd.graph.save_on_cpu():
-        y = layer(x)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.ones(3, OUT) @ layer.weight.dequantize(torch.float32))
-
-
-# torch.func
-
-
-def test_functional_call_and_gradients_of_parameters():
-    layer, x = layer_in(), randn(3, IN, requires_grad=False)
-    params = dict(layer.named_parameters())
-    assert torch.equal(functional_call(layer, params, (x,)), layer(x))
-    dense = torch.randn(OUT, IN)
-    assert torch.equal(
-        functional_call(layer, {"weight": dense}, (x,)), F.linear(x, dense, layer.bias)
-    )
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        return functional_call(layer, params, (x,)).pow(2).sum()
-
-    grads = torch.func.grad(loss)({name: p.detach() for name, p in params.items()})
-    loss(params).backward()
-    torch.testing.assert_close(grads["weight"], layer.weight.grad)
-    torch.testing.assert_close(grads["bias"], layer.bias.grad)
-
-
-def test_transforms_of_the_input():
-    layer, x = layer_in(), randn(3, IN, requires_grad=False)
-    y, vjp = torch.func.vjp(layer, x)
-    assert torch.equal(y, layer(x))
-    torch.testing.assert_close(vjp(torch.ones_like(y))[0], torch.ones(3, OUT) @ layer.weight)
-    torch.testing.assert_close(torch.func.vmap(layer)(x), y)
-    jacobian = torch.func.jacrev(layer)(x[0].bfloat16())
-    assert torch.equal(jacobian, layer.weight.dequantize(torch.bfloat16))
-
-
-# torch.compile
-
-
-@compiles
-@every_format
-def test_compiled_training_needs_one_graph(recipe, device):
-    torch._dynamo.reset()
-    model = nn.Sequential(layer_in(recipe), nn.ReLU(), quantize_model(nn.Linear(OUT, OUT), recipe))
-    model.to(device)
-    eager = copy.deepcopy(model)
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    optimizers = [FP4Adam(m.parameters(), lr=1e-2) for m in (model, eager)]
     for _ in range(3):
         for module, optimizer in zip((compiled, eager), optimizers, strict=True):
             module(randn(3, IN, device=device)).pow(2).sum().backward()
@@ -286,27 +176,53 @@ def test_compiled_training_needs_one_graph(recipe, device):
         torch.testing.assert_close(param.detach() * 1, expected.detach() * 1)
 
 
-@compiles
-def test_inductor_compiles_forward_and_backward(device):
-    torch._dynamo.reset()
-    # Without pointwise operators there is nothing that takes a C++ compiler its time.
-    layer = layer_in(bias=False, device=device)
-    compiled = torch.compile(layer, backend="inductor", fullgraph=True)
-    for _ in range(2):
-        x, twin = (randn(3, IN, device=device) for _ in range(2))
-        for module, inputs in ((compiled, x), (layer, twin)):
-            layer.zero_grad()
-            y = module(inputs)
-            y.backward(torch.ones_like(y))
-        torch.testing.assert_close(x.grad, twin.grad)
-        layer.weight.quantize_(layer.weight.detach() * 2)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_and_offloading(use_reentrant, device):
+    layer, x = layer_in(device=device), randn(3, IN, device=device)
+    twin, x_twin = copy.deepcopy(layer), x.detach().clone().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y = checkpoint(layer, x, use_reentrant=use_reentrant)
+        with torch.autograd.graph.save_on_cpu():
+            expected = twin(x_twin)
+    y.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(y, expected) and torch.equal(x.grad, x_twin.grad)
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
+# torch.func and torch.compile
+
+
+def test_transforms_of_parameters_and_inputs():
+    layer, x = layer_in(), randn(3, IN, requires_grad=False)
+    params, dense = dict(layer.named_parameters()), torch.randn(OUT, IN)
+    assert torch.equal(functional_call(layer, params, (x,)), layer(x))
+    expected = F.linear(x, dense, layer.bias)
+    assert torch.equal(functional_call(layer, {"weight": dense}, (x,)), expected)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(layer, params, (x,)).pow(2).sum()
+
+    grads = torch.func.grad(loss)({name: p.detach() for name, p in params.items()})
+    loss(params).backward()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, params[name].grad)
+    y, vjp = torch.func.vjp(layer, x)
+    assert torch.equal(y, layer(x))
+    torch.testing.assert_close(vjp(torch.ones_like(y))[0], torch.ones(3, OUT) @ layer.weight)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), y)
+    jacobian = torch.func.jacrev(layer)(x[0].bfloat16())
+    assert torch.equal(jacobian, layer.weight.dequantize(torch.bfloat16))
 
 
 @compiles
-@pytest.mark.parametrize("use", ["dynamic", "autocast", "checkpoint", "dequantize", "frozen"])
+@pytest.mark.parametrize(
+    "use", ["dynamic", "autocast", "checkpoint", "dequantize", "frozen", "inductor"]
+)
 def test_compiles_in_one_graph(use, device):
     torch._dynamo.reset()
-    layer = layer_in(device=device)
+    # Without pointwise operators there is nothing that takes a C++ compiler its time.
+    layer = layer_in(bias=use != "inductor", device=device)
     if use == "frozen":
         layer.weight.requires_grad_(False)
 
@@ -318,17 +234,16 @@ def test_compiles_in_one_graph(use, device):
         with torch.autocast(device, torch.bfloat16, enabled=use == "autocast"):
             return layer(x)
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=use == "dynamic")
-    for n in (3, 5) if use == "dynamic" else (3,):
+    backend = "inductor" if use == "inductor" else "aot_eager"
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=use == "dynamic")
+    for n in (3, 5) if use == "dynamic" else (3, 3):
         x, twin = (randn(n, IN, device=device) for _ in range(2))
         y, expected = compiled(x), run(twin)
-        y.sum().backward()
-        expected.sum().backward()
+        y.backward(torch.ones_like(y))
+        expected.backward(torch.ones_like(y))
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(x.grad, twin.grad)
-
-
-# Modules of torch that reach for the weights of their layers
+        layer.weight.quantize_(layer.weight.detach() * 2)
 
 
 def test_attention_and_transformer_layers(device):

@@ -1,5 +1,7 @@
 """The fused kernels against the plain torch path: every bit of weights, masters and moments."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,15 +61,22 @@ QUANTIZERS = {
 }
 
 
-@pytest.fixture
-def choose_path(monkeypatch, device):
-    """Sends the tensors of the device through the kernels, or everything through torch."""
+@contextlib.contextmanager
+def taking(kernels, device):
+    """The device of tensors that go through the kernels, or through torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_kernels", lambda d: kernels and d.type == device)
+        yield device if kernels else "cpu"
 
-    def choose(kernel: bool) -> str:
-        monkeypatch.setattr(backend, "uses_kernels", lambda d: kernel and d.type == device)
-        return device if kernel else "cpu"
 
-    return choose
+def assert_same_bits(quantizer, shapes, device, dtype=torch.bfloat16, **options):
+    """Both ways write the same."""
+    results = []
+    for kernels in (True, False):
+        with taking(kernels, device) as where:
+            params = make_params(quantizer, shapes, dtype, where)
+            results.append(written(train(params, **options)))
+    assert_identical(*results)
 
 
 def make_params(quantizer, shapes, dtype, device):
@@ -101,13 +110,8 @@ def train(
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_fused_step_gives_the_bits_of_the_torch_path(name, choose_path):
-    quantizer, shapes = QUANTIZERS[name]
-    results = []
-    for kernel in (True, False):
-        params = make_params(quantizer, shapes, torch.bfloat16, choose_path(kernel))
-        results.append(written(train(params)))
-    assert_identical(*results)
+def test_fused_step_gives_the_bits_of_the_torch_path(name, device):
+    assert_same_bits(*QUANTIZERS[name], device)
 
 
 # Columns of codes begin at every byte of a word, in the first block of rows and in the next one;
@@ -123,56 +127,50 @@ def test_fused_step_gives_the_bits_of_the_torch_path(name, choose_path):
     ids=["short", "tall", "blocks"],
 )
 @pytest.mark.parametrize("lr", [1e-2, 1e-6])
-def test_float8_blocks_of_odd_sizes_have_the_bits_of_the_torch_path(shapes, lr, choose_path):
-    results = []
-    for kernel in (True, False):
-        params = make_params(Float8BlockQuantizer(), shapes, torch.bfloat16, choose_path(kernel))
-        results.append(written(train(params, steps=3, lr=lr)))
-    assert_identical(*results)
+def test_float8_blocks_of_odd_sizes_have_the_bits_of_the_torch_path(shapes, lr, device):
+    assert_same_bits(Float8BlockQuantizer(), shapes, device, steps=3, lr=lr)
 
 
 @pytest.mark.parametrize("two_dimensional", [True, False])
-def test_a_tensor_with_a_narrow_master_is_written_again(two_dimensional, choose_path):
+def test_a_tensor_with_a_narrow_master_is_written_again(two_dimensional, device):
     """Its largest weight grows in a tile of small ones, where the preview does not look."""
-    quantizer = NVFP4Quantizer(two_dimensional=two_dimensional)
     results = []
-    for kernel in (True, False):
-        params = make_params(quantizer, [(80, 96)], torch.bfloat16, choose_path(kernel))
-        params[0]._high_precision_init_val[64:] *= 0.01
-        optimizer = FP4Adam(params, lr=1e-4, master_weight_dtype=torch.float16)
-        for step in range(3):
-            if step == 2:
-                optimizer.state[params[0]]["master_param_scale"][70 * 3 + 1] += 12
-            params[0].grad = torch.full_like(params[0], 0.01 * step)
-            optimizer.step()
-            if kernel:
-                launch = optimizer._whole.plan._groups[0].launch
-                assert (launch._exceeding > 0).tolist() == [step == 2]
-        results.append(written(optimizer))
+    for kernels in (True, False):
+        with taking(kernels, device) as where:
+            quantizer = NVFP4Quantizer(two_dimensional=two_dimensional)
+            params = make_params(quantizer, [(80, 96)], torch.bfloat16, where)
+            params[0]._high_precision_init_val[64:] *= 0.01
+            optimizer = FP4Adam(params, lr=1e-4, master_weight_dtype=torch.float16)
+            for step in range(3):
+                if step == 2:
+                    optimizer.state[params[0]]["master_param_scale"][70 * 3 + 1] += 12
+                params[0].grad = torch.full_like(params[0], 0.01 * step)
+                optimizer.step()
+                if kernels:
+                    launch = optimizer._whole.plan._groups[0].launch
+                    assert (launch._exceeding > 0).tolist() == [step == 2]
+            results.append(written(optimizer))
     assert_identical(*results)
 
 
-def test_extreme_gradients_give_the_bits_of_the_torch_path(choose_path):
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-1d", "mxfp8", "float8block", "float8block-1d"])
+def test_extreme_gradients_give_the_bits_of_the_torch_path(name, device):
     """NaN, infinities, subnormals and huge values: the codes agree wherever they end up."""
-    specials = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e-42, 0.0, -0.0])
-    for name in ("nvfp4", "nvfp4-1d", "mxfp8", "float8block", "float8block-1d"):
-        quantizer = QUANTIZERS[name][0]
-        results = []
-        for kernel in (True, False):
-            params = make_params(quantizer, [(64, 64)] * 2, torch.float32, choose_path(kernel))
+    specials = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e-42, 0.0, -0.0])
+    grads = torch.zeros(2, 64, 64)
+    grads[0].view(-1)[: 7 * 555 : 555] = specials
+    grads[1].view(-1)[::1001] = 1e-30
+    results = []
+    for kernels in (True, False):
+        with taking(kernels, device) as where:
+            params = make_params(QUANTIZERS[name][0], [(64, 64)] * 2, torch.float32, where)
             params[1]._high_precision_init_val.zero_()
-            optimizer = FP4Adam(params, lr=1e-2)
-            for param in params:
-                param.grad = torch.zeros(param.shape, device=param.device)
-            params[0].grad.view(-1)[: 7 * 555 : 555] = specials.to(params[0].device)
-            params[1].grad.view(-1)[::1001] = 1e-30
-            optimizer.step()
-            codes = [
-                {n: t.cpu() for n, t in p.storage_tensors().items() if t.dtype == torch.uint8}
-                for p in params
-            ]
-            results.append(codes)
-        assert_identical(*results)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.to(where)
+            FP4Adam(params, lr=1e-2).step()
+        tensors = [t.cpu() for param in params for t in param.storage_tensors().values()]
+        results.append([t for t in tensors if t.dtype == torch.uint8])
+    assert_identical(*results)
 
 
 @settings(max_examples=6, deadline=None)
@@ -202,17 +200,7 @@ def test_fused_step_holds_for_any_shape(data):
         adam_w_mode=data.draw(st.booleans()),
         scale=data.draw(st.sampled_from([1e-12, 1e-3, 1.0, 1e12])),
     )
-    results = []
-    original = backend.uses_kernels
-    for kernel in (True, False):
-        where = device if kernel else "cpu"
-        backend.uses_kernels = lambda d, kernel=kernel: kernel and d.type == device
-        try:
-            params = make_params(quantizer, shapes, torch.bfloat16, where)
-            results.append(written(train(params, steps=2, **options)))
-        finally:
-            backend.uses_kernels = original
-    assert_identical(*results)
+    assert_same_bits(quantizer, shapes, device, **options)
 
 
 def test_default_path_follows_the_device():

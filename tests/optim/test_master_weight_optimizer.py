@@ -1,22 +1,21 @@
-"""Any optimizer on quantized weights: the same bits as on FP32 parameters, rounded afterwards."""
+"""Any optimizer on quantized weights: the same bits as on FP32 parameters, rounded afterwards.
+
+What users do around its steps is a path of the step table.
+"""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from fp4adam import (
-    FP4Adam,
     MasterWeightOptimizer,
     MXFP8Quantizer,
     QuantizedTensor,
@@ -37,10 +36,9 @@ from helpers import (
     make_weight,
     mlp_loss,
     quantized,
-    random,
     set_grads,
     take_steps,
-    value_of,
+    through_a_file,
 )
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -136,75 +134,19 @@ def test_kernels_write_the_same_bytes(
     assert_bytes_are_of_masters(optimizer)
 
 
-def test_scale_groups_are_quantized_with_one_amax(device: str) -> None:
+def test_a_scale_group_must_be_whole() -> None:
     model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "k_proj")})
-    quantize_model(model.to(device), "nvfp4", filter=lambda *_: True, scale_groups=hf_scale_groups)
-    params = [*model.parameters()]
-    twins = fp32_twins(params)
-    optimizer = MasterWeightOptimizer(params, SGD, lr=1.0)
-    for grads in ((0, 1), (0,), (1,)):
-        for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
-            param.grad = random(tuple(param.shape), i, device) if i in grads else None
-            twin.grad = param.grad
-        optimizer.step()
-        SGD(twins, lr=1.0).step()
-        amax = max(twin.detach().abs().max() for twin in twins)
-        for param, twin in zip(params, twins, strict=True):
-            assert param.amax_rowwise.item() == amax
-            codes = param.quantizer.make_empty(twin.shape, device=device)
-            codes._write(twin.detach(), amax=amax.reshape(1))
-            assert_identical(param.storage_tensors(), codes.storage_tensors())
+    quantize_model(model, "nvfp4", filter=lambda *_: True, scale_groups=hf_scale_groups)
     with pytest.raises(ValueError, match="all members of a scale group"):
-        MasterWeightOptimizer(params[:1], SGD, lr=1.0).step()
+        MasterWeightOptimizer([*model.parameters()][:1], SGD, lr=1.0).step()
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range, scaler: Any = None) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for seed in steps:
         optimizer.zero_grad()
-        loss = mlp_loss(model, seed)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        mlp_loss(model, seed).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_loop_of_fp4adam(scaled: bool, device: str) -> None:
-    """Scheduler, clipping, GradScaler, checkpoints: both classes, over AdamW, train alike."""
-    models = [make_mlp(RECIPES["nvfp4"], device) for _ in range(2)]
-    optimizers = [
-        FP4Adam(models[0].parameters(), lr=1e-2, eps=1e-6),
-        MasterWeightOptimizer(models[1].parameters(), AdamW, lr=1e-2, eps=1e-6),
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
-        scaler = torch.amp.GradScaler(device, init_scale=2.0**10) if scaled else None
-        for step in range(4):
-            train(model, optimizer, range(step, step + 1), scaler)
-            schedule.step()
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(
-            optimizers[0].state[a].get("master_param", a),
-            optimizers[1].state[b].get("master_param", b),
-            rtol=1e-5,
-            atol=1e-6,
-        )
-    assert_bytes_are_of_masters(optimizers[1])
-    # Either loads the state of the other.
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    names = [[sorted(state) for state in saved["state"].values()] for saved in states]
-    assert names[0] == names[1]
-    optimizers[1].load_state_dict(states[0])
-    assert_identical(
-        [optimizers[1].state[p] for p in models[1].parameters()],
-        [optimizers[0].state[p] for p in models[0].parameters()],
-    )
-    optimizers[0].load_state_dict(states[1])
+        optimizer.step()
 
 
 def test_an_overflow_is_skipped(device: str) -> None:
@@ -222,30 +164,20 @@ def test_an_overflow_is_skipped(device: str) -> None:
     assert scaler.get_scale() == 2.0**15
 
 
-@pytest.mark.parametrize("way", ["state_dict", "torch.save", "deepcopy", "pickle"])
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd", "sgd, momentum"])
+@pytest.mark.parametrize("way", ["torch.save", "pickle"])
+@pytest.mark.parametrize("kind", ["adafactor", "sgd", "sgd, momentum"])
 def test_resumed_runs_have_the_same_bits(kind: str, way: str, device: str) -> None:
     if way == "pickle" and "," in kind:
         pytest.skip("a lambda cannot be pickled")
-    if kind == "adafactor" and way in ("deepcopy", "pickle") and device == "cuda":
+    if kind == "adafactor" and way == "pickle" and device == "cuda":
         pytest.skip("copies of torch's Adafactor fail in steps on GPUs: KeyError 'capturable'")
     model = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
     optimizer = MasterWeightOptimizer(model.named_parameters(), OPTIMIZERS[kind], lr=1e-2)
     train(model, optimizer, range(2))
-    if way == "deepcopy":
-        other, again = copy.deepcopy((model, optimizer))
-    elif way == "pickle":
-        file = io.BytesIO()
-        torch.save((model, optimizer), file)
-        file.seek(0)
-        other, again = torch.load(file, weights_only=False)
+    if way == "pickle":
+        other, again = through_a_file((model, optimizer), weights_only=False)
     else:
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        if way == "torch.save":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
+        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
         other = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
         again = MasterWeightOptimizer(other.named_parameters(), OPTIMIZERS[kind], lr=1.0)
         other.load_state_dict(saved[0])
@@ -253,9 +185,6 @@ def test_resumed_runs_have_the_same_bits(kind: str, way: str, device: str) -> No
     assert_identical(again.state_dict(), optimizer.state_dict())
     train(model, optimizer, range(2, 4))
     train(other, again, range(2, 4))
-    assert_identical(
-        [p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()]
-    )
     assert_identical(again.state_dict(), optimizer.state_dict())
 
 
@@ -284,72 +213,6 @@ def test_loading_shares_nothing(kind: type[Optimizer], device: str) -> None:
     assert_identical(saved, before)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(
-        st.sampled_from(
-            ["step", "write", "same bytes", "freeze", "move", "reload", "copy", "zero lr", "reset"]
-        ),
-        max_size=8,
-    ),
-    st.sampled_from(["nvfp4", "mxfp8", "float8block"]),
-)
-def test_masters_follow_the_rule(actions: list[str], recipe: str) -> None:
-    """Random programs around the step, against masters that are tracked by hand."""
-    weights = [make_weight(RECIPES[recipe], "cpu", seed=seed) for seed in range(2)]
-    params = [*weights, Parameter(random((5, 3), 7).bfloat16())]
-    model = nn.ParameterList(params)
-    optimizer = MasterWeightOptimizer(model.parameters(), SGD, lr=0.1)
-    values = [twin.detach() for twin in fp32_twins(params)]
-    for seed, action in enumerate(["step", *actions, "step"]):
-        params = [*model.parameters()]
-        if action in ("step", "zero lr"):
-            set_grads(params, seed)
-            params[seed % 2].grad = None
-            optimizer.param_groups[0]["lr"] = 0.1 if action == "step" else 0.0
-            before = copy.deepcopy([param.detach() for param in params])
-            optimizer.step()
-            for i, param in enumerate(params):
-                if param.grad is not None:  # a rate of 0 may change the sign of zeros
-                    values[i].add_(param.grad.float(), alpha=-optimizer.param_groups[0]["lr"])
-                if action == "step" and param.grad is not None:
-                    assert_is_rounded(param, values[i])
-                else:
-                    assert_identical(param.detach(), before[i])
-            optimizer.zero_grad()
-        elif action == "write":
-            with torch.no_grad():
-                for param in params[seed % 2 :: 2]:
-                    param.copy_(random(tuple(param.shape), seed))
-            for i in range(seed % 2, len(params), 2):
-                values[i] = (
-                    params[i].get_high_precision_init_val().clone()
-                    if isinstance(params[i], QuantizedTensor)
-                    else params[i].detach().float()
-                )
-        elif action == "same bytes":
-            with torch.no_grad():
-                for param in params:
-                    param.copy_(param.detach().clone())
-        elif action == "freeze":
-            params[0].requires_grad_(not params[0].requires_grad)
-        elif action == "move":
-            for param in params:  # as a move to a GPU and back does
-                param.data = param.data.clone()
-        elif action == "reload":
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        elif action == "copy":
-            model, optimizer = copy.deepcopy((model, optimizer))
-        elif action == "reset":
-            written = [getattr(p, "_high_precision_init_val", None) for p in params[:2]]
-            pairs = zip(params, written, strict=False)
-            values[:2] = [value_of(p) if value is None else value for p, value in pairs]
-            optimizer.reset_master_weights(params[:2])
-    for param, value in zip(model.parameters(), values, strict=True):
-        if param in optimizer.state:
-            assert_identical(optimizer.state[param]["master_param"], value)
-
-
 def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
     """LBFGS evaluates the model several times a step."""
     model = make_mlp(MXFP8Quantizer(), device)
@@ -371,23 +234,6 @@ def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
     for _ in range(3):
         optimizer.step(closure)
     assert losses[-1] < 0.9 * losses[0]
-
-
-def test_frozen_parameters_keep_their_bytes(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    params[1].requires_grad_(False)
-    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
-    before = copy.deepcopy(params[1].detach())
-    for seed in range(2):
-        set_grads(params, seed)
-        params[1].grad = None
-        optimizer.step()
-    assert_identical(params[1].detach(), before)
-    assert params[1] not in optimizer.state and len(optimizer.state) == len(params) - 1
-    params[1].requires_grad_(True)
-    take_steps(optimizer, range(1))
-    assert optimizer.state[params[1]]["step"] == 1
-    assert_bytes_are_of_masters(optimizer)
 
 
 def test_groups_have_options_of_their_own(device: str) -> None:
@@ -549,22 +395,3 @@ def test_bad_states_change_nothing(device: str) -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(bad)
     assert_identical(optimizer.state_dict(), before)
-
-
-def test_values_loaded_later_replace_masters_in_checkpoints(device: str) -> None:
-    param = make_weight(RECIPES["nvfp4"], device)
-    optimizer = MasterWeightOptimizer([param], AdamW, lr=0.1)
-    take_steps(optimizer, range(1))
-    kept, bytes_before = (
-        optimizer.state[param]["master_param"].clone(),
-        copy.deepcopy(param.detach()),
-    )
-    value = random(tuple(param.shape), 5, device)
-    with torch.no_grad():
-        param.copy_(value)
-    saved = optimizer.state_dict()["state"][0]["master_param"]
-    assert_identical(saved, value)
-    # Saving only reads: put back, the parameter has its master again.
-    with torch.no_grad():
-        param.copy_(bytes_before)
-    assert_identical(optimizer.state_dict()["state"][0]["master_param"], kept)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from typing import Any
 
 import pytest
 import torch
@@ -195,30 +193,6 @@ def test_narrow_states_resume_above_steps_that_fp32_counts() -> None:
     for each in (optimizer, resumed):
         take_steps(each, range(4, 7))
     assert_identical(snapshot(resumed), snapshot(optimizer))
-
-
-def test_state_may_be_asked_for_by_two_threads_at_once() -> None:
-    optimizer = FP4Adam(make_params(NVFP4, "cpu"))
-    take_steps(optimizer, range(2))
-    expected = copy.deepcopy(optimizer.state_dict())
-    found: list[dict[str, Any]] = []
-
-    def ask() -> None:
-        found.append(optimizer.state_dict())
-
-    other = threading.Thread(target=ask)
-
-    def hook(optimizer: FP4Adam, saved: dict[str, Any]) -> None:
-        """One thread is here when the other one asks; it may have to wait."""
-        if threading.current_thread() is threading.main_thread():
-            other.start()
-            other.join(timeout=0.2)
-
-    optimizer.register_state_dict_post_hook(hook)
-    optimizer.register_state_dict_post_hook(lambda optimizer, saved: None)
-    ask()
-    other.join()
-    assert_identical([saved["state"] for saved in found], [expected["state"]] * 2)
 
 
 def test_global_state_travels_in_a_compact_state_dict() -> None:

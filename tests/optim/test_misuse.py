@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fp4adam import (
     Float8BlockQuantizer,
     FP4Adam,
+    FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
@@ -142,6 +143,29 @@ def loading(edit: Callable[[dict[str, Any]], object]) -> Misuse:
         return partial(scene.optimizer.load_state_dict, saved)
 
     return prepare
+
+
+def loading_compact(edit: Callable[[dict[str, Any]], object]) -> Misuse:
+    """The state of a BF16 parameter with a remainder, in 8 bits."""
+
+    def prepare(scene: Scene) -> Callable[[], object]:
+        param = nn.Parameter(torch.ones(40, 3, dtype=torch.bfloat16))
+        param.grad = torch.ones_like(param)
+        optimizer = FusedAdam([param], states="8bit")
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.compact_state_dict())
+        edit(saved["state"][0])
+        return partial(optimizer.load_state_dict, saved)
+
+    return prepare
+
+
+def cut(name: str) -> Misuse:
+    return loading_compact(lambda state: state.update({name: state[name][1:]}))
+
+
+def cast(name: str, dtype: torch.dtype) -> Misuse:
+    return loading_compact(lambda state: state.update({name: state[name].to(dtype)}))
 
 
 def loading_state(name: str, value: object) -> Misuse:
@@ -451,10 +475,27 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "state: learning rate NaN": (loading_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
     "state: learning rate as text": (loading_group(lr="x"), T, ("learning rate: 'x'", NUMBER)),
     "state: betas": (loading_group(betas=(2.0, 0.9)), V, ("index 0: 2.0", "below 1")),
+    "state: step on meta": (loading_state("step", torch.zeros((), device="meta")), V, (
+        "step of parameter 0 must",)),
+    "state: no step": (loading(lambda saved: saved["state"][0].pop("step")), V, (
+        "parameter 0 must hold step",)),
+    "state: one beta": (loading_group(betas=(0.9,)), V, ("betas must be two numbers, got",)),
+    "state: three betas": (loading_group(betas=(0.9, 0.9, 0.9)), V, ("must be two numbers, got",)),
+    "state: two rates": (loading_group(lr=torch.ones(2)), V, ("Tensor lr must be 1-element",)),
+    "compact: scales lost": (loading_compact(lambda s: s.pop("exp_avg_scale")), V, (
+        "floating point tensor, got torch.uint8",)),
+    "compact: scales cut": (cut("exp_avg_scale"), V, ("scales of exp_avg of",)),
+    "compact: scales cast": (cast("exp_avg_scale", torch.float32), V, (
+        "must be uint8, got torch.float32",)),
+    "compact: codes cast": (cast("exp_avg", torch.int32), V, ("must be uint8, got torch.int32",)),
+    "compact: codes cut": (cut("exp_avg_sq"), V, ("must have shape",)),
+    "compact: remainder cast": (cast("param_remainder", torch.float32), V, (
+        "param_remainder of parameter 0 must be int16, got torch.float32",)),
+    "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
     "quantizer: no direction": (call(lambda s: NVFP4Quantizer(False, False)), V, ("not both",
-        "rowwise=False, columnwise=False", "keep at least one")),
+        "got False, False", "keep one of them")),
     "quantizer: NaN": (call(lambda s: Float8BlockQuantizer(amax_epsilon=NAN)), V, ("finite",
         "got nan", "0 turns it off")),
     "quantizer: order of the GEMM": (call(lambda s: Float8BlockQuantizer(optimize_for_gemm=True)),
@@ -501,7 +542,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     ),
     "recipe: a shape": (quantizing(recipe=FP8_MATMULS, filter=lambda module, name: name == "up"), V,
         ("layer 'up'", "multiples of 128", "got (96, 64)", "filter=")),
-    "recipe: imported": (importing(quantizer=FP8_MATMULS), T, ("must be a Quantizer", "got Recipe",
+    "recipe: imported": (importing(quantizer=FP8_MATMULS), V, ("must be a NVFP4Quant", "got Recipe",
         "Recipe(...).quantizer")),
     "layer: input of another width": (in_layer(3, 96), V, ("[..., 64]", "got (3, 96)", "in_feat")),
     # Several GPUs, of which there is none
@@ -547,18 +588,18 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "import: float64": (importing(nn.Module.double), T, ("float32, bfloat16", "torch.float64")),
     "import: another model": (importing(lambda net: delattr(net, "up")), V, ("all that the check",
         "'up.bias'", "config.json")),
-    "import: name of a format": (importing(quantizer="nvfp4"), T, ("Quantizer", "str", "leave it")),
+    "import: name of a format": (importing(quantizer="nvfp4"), V, ("NVFP4Quantizer", "leave it")),
     "import: another format": (importing(quantizer=MXFP8Quantizer()), V, ("must be a NVFP4Quant",
         "got MXFP8Quantizer", "leave it out")),
     "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
     "file: empty": (file_of(0), V, ("must be a whole safetensors file", "header too small", COPY)),
     "file: half a header": (file_of(100), V, ("must be a whole safetensors file", COPY)),
     "file: without its end": (file_of(-100), V, ("must be a whole safetensors file", COPY)),
-    "file: missing": (removing("model.safetensors"), F, ("must exist", "no such file", "copy it")),
+    "file: missing": (removing("model.safetensors"), F, ("must exist", "no such file")),
     "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
     "config: cut": (config("{"), V, ("must be JSON", "line 1", COPY)),
     "config: a list": (config("[]"), V, ("must hold an object", "got a list", COPY)),
-    "config: of a plain model": (config("{}"), V, ("quantization_config", "none", "load_state_d")),
+    "config: of a plain model": (config("{}"), V, ("quantization_config", "None", "decoded")),
     "config: another method": (config_with("quant_method", "gptq"), V, ("quant_method must be one",
         "compressed-tensors, modelopt, fp8", "got 'gptq'")),
     "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),

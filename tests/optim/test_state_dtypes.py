@@ -144,42 +144,6 @@ def test_amsgrad_needs_float32_second_moments():
     take_steps(FusedAdam([param], amsgrad=True, exp_avg_dtype=torch.bfloat16), [0])
 
 
-def cut(name):
-    return lambda state: state.update({name: state[name][1:]})
-
-
-def cast(name, dtype):
-    return lambda state: state.update({name: state[name].to(dtype)})
-
-
-DAMAGE = {
-    "scales lost": (lambda v: v.pop("exp_avg_scale"), "floating point tensor, got torch.uint8"),
-    "scales cut": (cut("exp_avg_scale"), "scales of exp_avg of"),
-    "scales cast": (cast("exp_avg_scale", torch.float32), "must be uint8, got torch.float32"),
-    "codes cast": (cast("exp_avg", torch.int32), "must be uint8, got torch.int32"),
-    "codes cut": (cut("exp_avg_sq"), "must have shape"),
-    "remainder cast": (
-        cast("param_remainder", torch.float32),
-        "param_remainder of parameter 0 must be int16, got torch.float32",
-    ),
-    "remainder cut": (cut("param_remainder"), "param_remainder of parameter 0 must have shape"),
-}
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_compact_checkpoint_changes_nothing(damage, message):
-    params = [Parameter(random((40, 3), 0).bfloat16())]
-    optimizer = FP4Adam(params, lr=1e-2, store_param_remainders=True, **MOMENTS)
-    take_steps(optimizer, [0])
-    before = snapshot(optimizer)
-    wrong = copy.deepcopy(optimizer.compact_state_dict())
-    damage(wrong["state"][0])
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(wrong)
-    assert_identical(snapshot(optimizer), before)
-
-
 OTHERS = {
     "nvfp4": NVFP4Quantizer(),
     "mxfp4": MXFP4Quantizer(),
@@ -294,6 +258,21 @@ def test_loaded_remainders_of_other_codes_are_dropped_aloud():
     other.param_groups[0]["lr"] = 0.0
     with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
         take_steps(other, [2])
+
+
+def test_parameters_of_one_shape_are_rounded_independently():
+    """Errors of many layers average out: with equal values and gradients, only dithers differ."""
+    params = [weight(NVFP4Quantizer()) for _ in range(8)]
+    optimizer = FP4Adam(params, lr=1e-3, states="8bit")
+    for seed in range(2):
+        for param in params:
+            param.grad = random(tuple(param.shape), seed)
+        optimizer.step()
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            found = torch.stack([optimizer.get_unscaled_state(p, name).flatten() for p in params])
+            related = torch.corrcoef((found - found.mean(0)).double())
+            # The mean makes them -1/7.
+            assert (related[~torch.eye(8, dtype=torch.bool)] + 1 / 7).abs().max() < 0.25, name
 
 
 # Weights in 8 bits without masters

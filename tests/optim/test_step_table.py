@@ -38,6 +38,8 @@ from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
     FP4Adam,
+    FusedAdam,
+    MasterWeightOptimizer,
     MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -130,7 +132,7 @@ CASES = {
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
     "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, sharing=2),
     "nvfp4 shared": Case("nvfp4_2d", "32bit", None, ADAMW, ((32, 64), (16, 64)), 2),
-    "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED),
+    "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED, sharing=2),
     "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED),
     "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
     "float8block none": Case("fp8block_2d_pow2", "fp8 without masters", None, L2, RAGGED),
@@ -144,9 +146,16 @@ class Run:
 
     Args:
         path: One of ``PATHS``.
+
+    Attributes:
+        turn: What seeds of moves start from, which choose among their variants.
     """
 
+    turn = 0
+
     def __init__(self, case: Case, device: str, path: str) -> None:
+        if path == "any optimizer":
+            case = dataclasses.replace(case, states="32bit", grad_dtype=None)
         self.case, self.device, self.path = case, device, path
         self.model = nn.Module()
         for i, shape in enumerate(case.shapes):
@@ -159,10 +168,15 @@ class Run:
         self.model.wide = Parameter(random((5, 7), 8, device))
         self.optimizer = self.optimizer_of(self.params)
 
-    def optimizer_of(self, params: list[Parameter]) -> FP4Adam:
+    def optimizer_of(self, params: list[Parameter]) -> Any:
         options = self.case.arguments | dict(offload_states=self.path == "offload")
         groups = [self.params[:2]] if self.case.sharing else None
-        return FP4Adam(params, scale_groups=groups, **options)
+        optimizer = FP4Adam(params, scale_groups=groups, **options)
+        if self.path == "any optimizer":  # of which FP4Adam is one, on FP32 masters
+            options = dict(self.case.options)
+            quantize_from = options.pop("quantize_from", "master")
+            return MasterWeightOptimizer(params, FP4Adam, quantize_from=quantize_from, **options)
+        return optimizer
 
     @property
     def params(self) -> list[Parameter]:
@@ -215,7 +229,8 @@ class Run:
 
     def contents(self) -> list[dict[str, Any]]:
         """Parameters, states as they are stored and step counts, on the CPU."""
-        states = self.optimizer.compact_state_dict()["state"]
+        save = getattr(self.optimizer, "compact_state_dict", self.optimizer.state_dict)
+        states = save()["state"]
         found = []
         for i, param in enumerate(self.params):
             fields = {"": param.detach()}
@@ -240,8 +255,9 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
 
 
-def make_oracle(case: Case) -> Oracle:
+def make_oracle(run: Run) -> Oracle:
     """The oracle of a run that has just been made."""
+    case = run.case
     exp_avg, exp_avg_sq, master, plain = STATES[case.states]
     cells = []
     for i, shape in enumerate(case.shapes):
@@ -587,6 +603,7 @@ def regrouped(run: Run, oracle: Oracle, seed: int) -> None:
     """A parameter goes to another group, which has its own options, and back."""
     first = run.optimizer.param_groups[0]
     moved, own = run.params[3], dict(lr=2e-3, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.0)
+    own |= {name: oracle.options[name] for name in ("amsgrad", "maximize")}
     first["params"] = [param for param in first["params"] if param is not moved]
     run.optimizer.add_param_group({"params": [moved], **own})
     oracle.groups[3] = own
@@ -609,7 +626,7 @@ def replaced(run: Run, oracle: Oracle, seed: int) -> None:
     cell.forget()
     both(run, oracle, seed)
     gc.collect()
-    assert gone() is None
+    assert gone() is None or run.case.sharing  # which the optimizer was given as lists
 
 
 @move
@@ -735,6 +752,32 @@ def through_adamw(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @move
+def through_the_other_layout(run: Run, oracle: Oracle, seed: int) -> None:
+    """FusedAdam counts in groups, as Transformer Engine does; its names for states are others."""
+    options = dict(run.case.arguments)
+    kind = FP4Adam if options.pop("adam_w_mode", None) is False else FusedAdam
+    other = kind(run.params, **options)
+    for source, target in ((run.optimizer, other), (other, run.optimizer)):
+        compact = seed % 2 and source.compact_state_dict()
+        target.load_state_dict(copy.deepcopy(compact or source.state_dict()))
+
+
+@move
+def states_set_by_name(run: Run, oracle: Oracle, seed: int) -> None:
+    """What is read in FP32 is written as it was."""
+    for param, cell in zip(run.params, oracle.cells, strict=True):
+        for name, value in cell.moments.items():
+            if name != "max_exp_avg_sq":
+                found = run.optimizer.get_unscaled_state(param, name)
+                assert torch.equal(found.cpu(), value)
+                run.optimizer.set_scaled_state(param, name, found.clone())
+        if cell.master in ("float32", "float16", "int8"):
+            found = run.optimizer.get_unscaled_state(param, "master_param")
+            assert torch.equal(found.cpu(), cell.value)
+            run.optimizer.set_scaled_state(param, "master_param", found.clone())
+
+
+@move
 def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
     """As if the numbers had been saved."""
     others = ("32bit", "16bit", "8bit") if not oracle.options["amsgrad"] else ("fp8, fp32", "32bit")
@@ -751,12 +794,13 @@ def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
     oracle.options |= dict(exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
     for cell, kind in zip(oracle.cells, (master, master, plain, "none"), strict=True):
         cell.store_otherwise(kind, oracle.options)
+    assert_identical(run.contents(), oracle.contents())  # as small at once
 
 
 @move
 def own_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
     """As trainers do with what they have just saved; nothing is shared with it."""
-    saved = run.optimizer.compact_state_dict()
+    saved = getattr(run.optimizer, "compact_state_dict", run.optimizer.state_dict)()
     kept = copy.deepcopy(saved)
     run.optimizer.load_state_dict(saved)
     both(run, oracle, seed)
@@ -809,7 +853,7 @@ def parameters_of_other_shapes_join(run: Run, oracle: Oracle) -> None:
         run.model.register_parameter(f"odd{i}", Parameter(value.to(run.device, copy=True)))
         kind = "none" if value.dtype == torch.float32 else master
         kind = STATES[run.case.states][3] if value.dtype == torch.bfloat16 else kind
-        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind))
+        oracle.cells.append(Cell(None, value.dtype, {"": value}, kind, place=4 + i))
     run.optimizer.add_param_group({"params": run.params[4:]})
     run.optimizer.add_param_group({"params": []})
     both(run, oracle, 0, 1)
@@ -849,6 +893,15 @@ def written_before_the_first_step(run: Run, oracle: Oracle) -> None:
 
 
 @scenario
+def initialized_before_the_first_step(run: Run, oracle: Oracle) -> None:
+    for param in run.params:
+        run.optimizer.initialize_state(param)
+        assert run.optimizer.state[param]["step"] == 0
+        assert not run.optimizer.get_unscaled_state(param, "exp_avg").any()
+    both(run, oracle, 0)
+
+
+@scenario
 def copied_before_the_first_step(run: Run, oracle: Oracle) -> None:
     """The value before quantization travels along."""
     run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
@@ -869,6 +922,7 @@ def overwritten_and_resumed(run: Run, oracle: Oracle) -> None:
 def group_added(run: Run, oracle: Oracle) -> None:
     """Its parameters count their own steps."""
     late = run.params[2]
+    oracle.cells[2].place, oracle.cells[3].place = 3, 2  # in the groups
     run.optimizer = run.optimizer_of([p for p in run.params if p is not late])
     both(run, oracle, 0, absent=(2,))
     own = dict(lr=2e-3, weight_decay=0.0)
@@ -882,33 +936,48 @@ def group_added(run: Run, oracle: Oracle) -> None:
 
 def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], object]) -> None:
     both(run, oracle, 0, 1)
-    move(run, oracle, 2)
-    both(run, oracle, 3)
+    move(run, oracle, 2 + run.turn)
+    both(run, oracle, 5)
 
 
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 
 
 # Kernels and operators; states on the host, copied as late as may be; steps in backward passes.
-PATHS = ("operators", "kernels", "offload", "release")
+PATHS = ("operators", "kernels", "offload", "release", "any optimizer")
 # A norm is known, and an overflow found, after the backward pass.
-NOT_RELEASED = (
-    "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
-)  # fmt: skip
+QUICK = {"operators": 9, "kernels": 1, "offload": 2, "release": 3, "any optimizer": 3}
+NOT_TAKEN = {
+    "release": (
+        "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+    ),
+    "any optimizer": (
+        "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+        "release_that_fails", "refused_states", "resumed, compact", "resumed, compact, model first",
+        "resumed_in_other_storage", "replaced", "through_the_other_layout", "states_set_by_name",
+        "initialized_before_the_first_step",
+    ),
+}  # fmt: skip
+
+
+def takes(path: str, case: Case, name: str = "") -> bool:
+    if path == "release" and case.grad_dtype or path == "any optimizer" and case.options is L2:
+        return False
+    return name not in NOT_TAKEN.get(path, ())
 
 
 def rows() -> list[Any]:
-    """All of the table; of slow kernels a case per scenario is quick, of the others some are."""
+    """All of the table; quick are half of it for operators, and some rows of other paths."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
             for path in PATHS:
-                if path == "release" and (CASES[case].grad_dtype or name in NOT_RELEASED):
+                if not takes(path, CASES[case], name):
                     continue
-                turn = (5 * i + 7 * j) % len(CASES)
-                quick = turn < dict(operators=9, kernels=1, offload=2, release=3)[path]
+                turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
+                quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 marks = () if quick else [pytest.mark.exhaustive]
-                if path == "kernels" and turn > 3:
+                if path == "kernels" and turn > 2 or path == "offload" and turn > 5:
                     marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
                     pytest.param(case, name, path, marks=marks, id=f"{name}-{case}-{path}")
@@ -931,7 +1000,8 @@ def taking(path: str, device: str) -> Iterator[str]:
 @pytest.mark.parametrize(("case", "name", "path"), rows())
 def test_step(case: str, name: str, path: str, device: str) -> None:
     with taking(path, device) as where:
-        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
+        run = Run(CASES[case], where, path)
+        oracle, run.turn = make_oracle(run), [*CASES].index(case) % 3
         SCENARIOS[name](run, oracle)
         assert_identical(run.contents(), oracle.contents())
 
@@ -941,16 +1011,17 @@ def check_programs(path: str, device: str, programs: int, number: int = 0) -> No
     moves = st.lists(
         st.tuples(st.sampled_from([*MOVES]), st.integers(0, 7)), min_size=2, max_size=8
     )
-    cases = [c for c in CASES if path != "release" or CASES[c].grad_dtype is None]
+    cases = [name for name, case in CASES.items() if takes(path, case)]
 
     @hypothesis.seed(number)
     @settings(max_examples=programs, deadline=None, database=None)
     @given(case=st.sampled_from(cases), moves=moves)
     def check(case: str, moves: list[tuple[str, int]]) -> None:
-        run, oracle = Run(CASES[case], where, path), make_oracle(CASES[case])
+        run = Run(CASES[case], where, path)
+        oracle = make_oracle(run)
         both(run, oracle, 0)
         for name, of_move in moves:
-            if path == "release" and name in NOT_RELEASED:
+            if name in NOT_TAKEN.get(path, ()):
                 continue
             with contextlib.suppress(pytest.skip.Exception):  # it is not for this case
                 MOVES[name](run, oracle, of_move)
@@ -966,10 +1037,10 @@ def check_programs(path: str, device: str, programs: int, number: int = 0) -> No
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("path", "programs"),
-    [("operators", 10), ("kernels", 2), ("offload", 5), ("release", 5)]
+    [(path, QUICK[path] + 1) for path in PATHS]
     + [
-        pytest.param(path, programs, marks=[pytest.mark.exhaustive, pytest.mark.nightly])
-        for path, programs in dict(operators=600, kernels=60, offload=100, release=100).items()
+        pytest.param(path, 60 * n, marks=[pytest.mark.exhaustive, pytest.mark.nightly])
+        for path, n in QUICK.items()
     ],
 )
 def test_programs(path: str, programs: int, device: str) -> None:

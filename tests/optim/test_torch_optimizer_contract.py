@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -115,43 +115,37 @@ def step_by_kernels(optimizer: Optimizer) -> None:
 # Construction
 
 
-@every_optimizer
-@pytest.mark.parametrize(
-    "error",
-    ADAMW.optim_error_inputs_func(device=DEVICE, dtype=torch.float32),
-    ids=lambda error: error.optimizer_error_input.desc,
-)
-def test_misuse_raises_what_adamw_raises(make: Make, error: Any) -> None:
-    misuse = error.optimizer_error_input
-    if not is_taken(misuse.kwargs):
-        pytest.skip("a flag that is refused in words of its own")
-    is_warning = issubclass(error.error_type, Warning)
-    with (pytest.warns if is_warning else pytest.raises)(error.error_type, match=error.error_regex):
-        make(misuse.params, **misuse.kwargs)
-
-
-@every_optimizer
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        dict(lr=-1e-3),
+# What torch's own tests expect to be refused, and more.
+MISUSES = [
+    (error.optimizer_error_input.params, error.optimizer_error_input.kwargs)
+    for error in ADAMW.optim_error_inputs_func(device=DEVICE, dtype=torch.float32)
+    if issubclass(error.error_type, Exception) and is_taken(error.optimizer_error_input.kwargs)
+] + [
+    ([torch.ones(3)], kwargs)
+    for kwargs in (
         dict(eps=-1e-8),
         dict(betas=(0.9, 1.0)),
         dict(betas=(-0.1, 0.9)),
-        dict(weight_decay=-0.1),
         dict(foreach=True, fused=True),
         dict(lr=torch.tensor([1e-3, 1e-3])),
-        dict(betas=(torch.tensor([0.9, 0.9]), torch.tensor(0.99))),
         dict(betas=(0.9, torch.tensor(0.99))),
-    ],
-    ids=lambda kwargs: ", ".join(kwargs) + "=" + str(list(kwargs.values())[-1]),
-)
-def test_misuse_has_the_exception_and_text_of_adamw(make: Make, kwargs: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, RuntimeError)) as torchs:
-        AdamW(make_params("cpu"), **kwargs)
-    with pytest.raises(torchs.type) as ours:
-        make(make_params("cpu"), **kwargs)
-    assert str(torchs.value).rstrip(".") in str(ours.value)
+    )
+]
+
+
+@every_optimizer
+@pytest.mark.table
+@pytest.mark.parametrize(("params", "kwargs"), MISUSES)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_misuse_has_the_exception_and_text_of_adamw(
+    make: Make, params: Any, kwargs: dict[str, Any]
+) -> None:
+    try:
+        AdamW(params, **kwargs)
+    except Exception as torchs:
+        with pytest.raises(type(torchs)) as ours:
+            make(params, **kwargs)
+        assert str(torchs).rstrip(".") in str(ours.value)
 
 
 @every_optimizer
@@ -185,19 +179,6 @@ def test_meta_parameters_are_refused_until_they_have_storage(make: Make, device:
 
 
 # Hyper-parameters
-
-
-@every_optimizer
-def test_one_cycle_schedule_moves_lr_and_beta1(make: Make, device: str) -> None:
-    optimizer, adamw = make(make_params(device)), AdamW(make_params(device))
-    for each in (optimizer, adamw):
-        scheduler = OneCycleLR(each, max_lr=0.01, total_steps=21)
-        for seed in range(20):
-            take_steps(each, seed)
-            scheduler.step()
-    group, other = optimizer.param_groups[0], adamw.param_groups[0]
-    assert group["betas"] == other["betas"] != (0.9, 0.999)
-    assert_close(group["params"], other["params"], rtol=1e-5, atol=1e-6)
 
 
 @every_configuration
@@ -559,20 +540,13 @@ def test_non_finite_gradients_spread_as_with_adamw(make: Make, device: str) -> N
 
 
 @every_configuration
-@pytest.mark.parametrize(
-    "saved_with",
-    [
-        {},
-        {"fused": True},
-        {"foreach": True},
-        pytest.param({"capturable": True}, marks=needs_cuda),
-        pytest.param({"capturable": True, "fused": True}, marks=needs_cuda),
-    ],
-    ids=str,
-)
-def test_checkpoints_go_to_adamw_and_back(make: Make, saved_with: dict, device: str) -> None:
+@pytest.mark.parametrize("saved_with", ["fused", "foreach", "capturable"])
+def test_checkpoints_of_adamw_are_continued(make: Make, saved_with: str, device: str) -> None:
+    if saved_with == "capturable" and device == "cpu":
+        pytest.skip("needs a CUDA device")
     kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    adamw = AdamW(make_params(device, shapes=[(64, 33), (257,), ()]), **kwargs, **saved_with)
+    shapes = [(64, 33), (257,), ()]
+    adamw = AdamW(make_params(device, shapes=shapes), **kwargs, **{saved_with: True})
     take_steps(adamw, 0, 1)
     optimizer = make(copies(helpers.all_params(adamw)))
     optimizer.load_state_dict(deepcopy(adamw.state_dict()))
@@ -581,9 +555,3 @@ def test_checkpoints_go_to_adamw_and_back(make: Make, saved_with: dict, device: 
     params, twins = (helpers.all_params(each) for each in (optimizer, adamw))
     assert_close(params, twins, rtol=2e-6, atol=2e-6)
     assert all(optimizer.state[param]["step"].item() == 4 for param in params)
-    if make.func is FP4Adam:
-        back = AdamW(copies(params), **kwargs)
-        back.load_state_dict(deepcopy(optimizer.state_dict()))
-        for each in (back, optimizer):
-            take_steps(each, 4)
-        assert_close(helpers.all_params(back), params, rtol=2e-6, atol=2e-6)

@@ -77,9 +77,13 @@ def _hashed(x: int) -> int:
 FACTORS = {"master_param": 0x1B56C4E9, "exp_avg": 0x846CA68B, "exp_avg_sq": 0x93D765DD}
 
 
-def dither(name: str, shape: torch.Size, step: float) -> np.ndarray:
-    """Numbers in 0..2**32 - 1 for each element of a state in update number ``step``."""
-    count = np.arange(math.prod(shape), dtype=np.uint64) + _hashed(_hashed(0) ^ int(step))
+def dither(name: str, shape: torch.Size, step: float, place: int = 0) -> np.ndarray:
+    """Numbers in 0..2**32 - 1 for each element of a state in update number ``step``.
+
+    ``place``: That of the parameter in the optimizer, which salts them.
+    """
+    origin = (_hashed(_hashed(0) ^ int(step)) + place * 0x9E3779B9) % 2**32
+    count = np.arange(math.prod(shape), dtype=np.uint64) + origin
     x = (count * 0xC2B2AE35) % 2**32
     return ((x ^ x >> 13) * FACTORS[name] % 2**32).astype(np.int64)
 
@@ -267,6 +271,7 @@ class Cell:
     start: Tensor | None = None
     value: Tensor | None = None
     step: int = 0
+    place: int = 0
     moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -341,7 +346,7 @@ class Cell:
         for name in ("exp_avg", "exp_avg_sq"):
             codec = CODECS[name][options.get(f"{name}_dtype", "float32")]
             moment = self.moments[name]
-            random = dither(name, moment.shape, self.step) if dithers else None
+            random = dither(name, moment.shape, self.step, self.place) if dithers else None
             kept, self.moments[name] = codec.encode(moment, random)
             self.stored |= {f"{name}{suffix}": tensor for suffix, tensor in kept.items()}
         if options["amsgrad"]:
@@ -349,7 +354,7 @@ class Cell:
 
     def round(self) -> None:
         """Round the new value to what its master holds, or its codes without one."""
-        random = dither("master_param", self.value.shape, self.step)
+        random = dither("master_param", self.value.shape, self.step, self.place)
         if self.master == "none" and self.format is not None:
             self.value = round_to_e4m3(self.value, random)
         elif self.master not in ("int8", "remainder"):
@@ -359,7 +364,7 @@ class Cell:
         """Write the new value to the parameter, and what completes it."""
         self._write(self.value, through_dtype and self.format is not None, amax)
         if self.master in ("int8", "remainder"):
-            self._keep(dither("master_param", self.value.shape, self.step))
+            self._keep(dither("master_param", self.value.shape, self.step, self.place))
         elif self.master == "none":
             self.value = self.decoded()
 
@@ -384,6 +389,8 @@ class Oracle:
     def __init__(self, cells: list[Cell], sharing: int = 0, **options: Any) -> None:
         self.cells, self.sharing, self.options = cells, sharing, {**GROUP, **options}
         self.groups: dict[int, dict[str, Any]] = {}  # what single parameters have of their own
+        for i, cell in enumerate(cells):
+            cell.place = i
 
     def step(self, grads: list[Tensor | None], **factors: Tensor | None) -> None:
         written = []

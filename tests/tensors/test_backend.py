@@ -57,7 +57,7 @@ def volta(gpu):
     "take_away, why",
     [
         (no_triton, "they need Triton, .* pip install triton, on Windows triton-windows"),
-        (no_compiler, "Failed to find C compiler.*it needs a C compiler"),
+        (no_compiler, "Failed to find C compiler.*install a C compiler"),
         (rocm, "they have assembly of NVIDIA GPUs, and this is torch for ROCm"),
         (volta, "they need compute capability 7.5, and this GPU has 7.0"),
     ],

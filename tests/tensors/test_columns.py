@@ -9,18 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor
+from fp4adam import Float8BlockQuantizer, MXFP8Quantizer, QuantizedTensor
 from fp4adam.tensors.rows import check_parallel, parallel_part
 from helpers import randn
+from quantizer_table import every
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
-    "mxfp8, columnwise": MXFP8Quantizer(rowwise=False),
-    "float8block": Float8BlockQuantizer(),
-}
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+every_quantizer = every("nvfp4", "mxfp8", "mxfp8-2d", "mxfp8-columnwise", "float8block")
 
 
 @every_quantizer

@@ -6,15 +6,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam
 from fp4adam.tensors import backend
-from helpers import (
-    QUANTIZERS,
-    RECIPES,
-    assert_identical,
-    make_weight,
-    random,
-    set_grads,
-    snapshot,
-)
+from helpers import QUANTIZERS, RECIPES, assert_identical, make_weight, random, set_grads, snapshot
 
 NARROW = dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float8_e4m3fn)
 
@@ -40,15 +32,12 @@ def train(default_dtype, quantizer, device, **options):
     return snapshot(optimizer), norm, params[0].dequantize(torch.float32).detach()
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
-def test_by_operators(quantizer, device, monkeypatch):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: False)
-    actual = train(torch.bfloat16, quantizer, device, **NARROW)
-    assert_identical(actual, train(torch.float32, quantizer, device, **NARROW))
+PATHS = [("operators", q, NARROW) for q in QUANTIZERS.values()]
+PATHS += [("kernels", q, {}) for q in RECIPES.values()]
 
 
-@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES)
-def test_by_kernels(quantizer, device, monkeypatch):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
-    actual = train(torch.bfloat16, quantizer, device)
-    assert_identical(actual, train(torch.float32, quantizer, device))
+@pytest.mark.parametrize(("path", "quantizer", "options"), PATHS)
+def test_bits_stay(path, quantizer, options, device, monkeypatch):
+    monkeypatch.setattr(backend, "uses_kernels", lambda d: path == "kernels" and d.type == device)
+    actual = train(torch.bfloat16, quantizer, device, **options)
+    assert_identical(actual, train(torch.float32, quantizer, device, **options))

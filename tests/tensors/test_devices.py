@@ -5,33 +5,29 @@ import contextlib
 import pytest
 import torch
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Recipe
+from fp4adam import Recipe
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.kernels.launch import launch
 from fp4adam.nn import operand
 from fp4adam.tensors import backend
 from fp4adam.tensors.swizzle import read_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
+from quantizer_table import TABLE
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
+NAMES = ("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")
 
 
 def use_all(name, device):
     """All kernels of a format but those of steps, and what they make."""
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(device)
-    weight = QUANTIZERS[name].quantize(x)
+    weight = TABLE[name].quantize(x)
     made = [weight.dequantize(torch.float32)]
     if name == "float8block":
         recipe = Recipe(name, activations=True, gradients=True)
         made += operand.quantize(x, recipe.quantizer, True, True)[1][:2]
     elif name != "float8":
         read_gemm_scales(weight)
-    if name != "mxfp8":
+    if name != "mxfp8-swizzled":
         build_columnwise([weight])
     cast = PartialCast([weight], [0], [x.numel()], [x.dtype])
     cast.measure([2 * x.flatten()])
@@ -39,7 +35,7 @@ def use_all(name, device):
     return [*made, *weight.storage_tensors().values()]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_launch_asks_for_the_device(name, device, monkeypatch):
     """Of its first tensor; what is current does not matter then."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
@@ -59,7 +55,7 @@ def test_every_launch_asks_for_the_device(name, device, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_second_gpu_gives_what_the_first_does(name):
     for first, second in zip(*(use_all(name, f"cuda:{i}") for i in (0, 1)), strict=True):
         assert second.device.index == 1

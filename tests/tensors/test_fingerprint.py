@@ -20,11 +20,7 @@ def test_columns_behind_an_empty_one_are_read():
 def test_each_column_notices_what_it_is_for():
     same, placed, versioned = tensors(2), tensors(2), tensors(2)
     fingerprint = Fingerprint(
-        [
-            Column(same, same=True),
-            Column(placed, placed=True),
-            Column(versioned, versioned=True),
-        ]
+        [Column(same, same=True), Column(placed, placed=True), Column(versioned, versioned=True)]
     )
     same[0].add_(1)
     placed[0].add_(1)

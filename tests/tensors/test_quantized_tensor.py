@@ -30,28 +30,12 @@ from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
 from helpers import assert_identical, stored, through_a_file
+from quantizer_table import SHAPE, TABLE, every, randn
 
-NVFP4 = NVFP4Quantizer()
-QUANTIZERS = {
-    "nvfp4": NVFP4,
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
-    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
-    "float8": Float8Quantizer(),
-    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
-}
-SHAPE = (64, 96)
-
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-
-
-def randn(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device, dtype)
+NVFP4 = TABLE["nvfp4"]
+NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-columnwise", "mxfp8", "mxfp8-2d", "mxfp8-swizzled")
+NAMES += ("float8block", "float8block-1d", "float8", "float8-delayed")
+every_quantizer = every(*NAMES)
 
 
 def new_param(quantizer: Quantizer = NVFP4, **kwargs) -> nn.Parameter:
@@ -92,30 +76,16 @@ def test_repr_tells_format_shape_and_bits(quantizer):
     assert " bits per element, " in text
 
 
-def test_repr_counts_bits_of_everything_stored():
-    tensor = NVFP4.quantize(torch.zeros(256, 256))
-    # Codes of both directions, one scale byte per 256 elements, one FP32 amax.
-    assert f"{8 + 8 / 256 + 32 / 65536:.2f} bits per element" in repr(tensor)
-    assert "0.00 bits" not in repr(NVFP4.quantize(torch.zeros(0, 16)))
-
-
 def test_graphs_on_disk_are_told_apart_by_looks_alone():
     """torch.compile warns of tensors without this hash; values are not a part of it."""
 
-    def key(quantizer=NVFP4, shape=(64, 96), dtype=torch.float32, seed=0, requires_grad=True):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        return nn.Parameter(quantizer.quantize(x), requires_grad)._stable_hash_for_caching()
+    def key(quantizer=NVFP4, requires_grad=True, **kwargs):
+        value = quantizer.quantize(randn(**kwargs))
+        return nn.Parameter(value, requires_grad)._stable_hash_for_caching()
 
-    others = [
-        key(dataclasses.replace(NVFP4, two_dimensional=False)),
-        key(dataclasses.replace(NVFP4, operands=Operands(activations=True))),
-        key(MXFP8Quantizer()),
-        key(shape=(96, 64)),
-        key(dtype=torch.bfloat16),
-        key(requires_grad=False),
-    ]
-    assert key(seed=1) == key()
-    assert len({key(), *others}) == 7
+    fake = dataclasses.replace(NVFP4, operands=Operands(activations=True))
+    others = [key(fake), key(MXFP8Quantizer()), key(shape=(96, 64)), key(requires_grad=False)]
+    assert key(seed=1) == key() and len({key(), key(dtype=torch.bfloat16), *others}) == 6
 
 
 def test_repr_of_a_symbolic_shape():
@@ -130,13 +100,6 @@ def test_repr_of_a_symbolic_shape():
         assert "? bits per element" in repr(symbolic)
 
 
-def test_module_prints_and_counts_as_usual():
-    model = quantize_model(nn.Sequential(nn.Linear(96, 64)), "nvfp4")
-    assert "Linear(in_features=96, out_features=64, bias=True, weight=NVFP4)" in repr(model)
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
-    assert sum(p.numel() for p in model.parameters()) == 64 * 96 + 64
-
-
 @every_quantizer
 def test_data_ptr_is_real_and_distinct(quantizer, device):
     params = [new_param(quantizer, device=device) for _ in range(3)]
@@ -146,69 +109,7 @@ def test_data_ptr_is_real_and_distinct(quantizer, device):
     assert params[0].data_ptr() == codes.data_ptr() == params[0].data.data_ptr()
 
 
-@every_quantizer
-@pytest.mark.parametrize("shape", [(2, 64, 32), (2, 2, 32, 96)])
-def test_leading_dimensions_are_flattened(quantizer, shape, device):
-    x = randn(shape, device=device)
-    tensor = quantizer.quantize(x)
-    flat = quantizer.quantize(x.reshape(-1, shape[-1]))
-    for name, inner in tensor.storage_tensors().items():
-        assert torch.equal(inner, flat.storage_tensors()[name])
-    assert tensor.shape == shape
-    assert torch.equal(tensor.dequantize(torch.float32), flat.dequantize(torch.float32).view(shape))
-    assert torch.equal(
-        copy.deepcopy(tensor).dequantize(torch.float32), tensor.dequantize(torch.float32)
-    )
-
-
-@every_quantizer
-def test_empty_tensors_hold_their_shape(quantizer, device):
-    for shape in [(0, 32), (32, 0)]:
-        tensor = quantizer.quantize(torch.zeros(shape, device=device))
-        assert tensor.shape == tensor.dequantize(torch.float32).shape == shape
-
-
 # What goes in
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "shape", "match"),
-    [
-        (
-            NVFP4,
-            (64, 40),
-            r"NVFP4 must be multiples of 16, got shape \(64, 40\), .* pad the weight",
-        ),
-        (
-            NVFP4,
-            (3, 4, 32),
-            r"multiples of 16, got shape \(3, 4, 32\), that is a matrix \[12, 32\]",
-        ),
-        (MXFP8Quantizer(), (48, 64), r"MXFP8 must be multiples of 32, got shape \(48, 64\)"),
-        (NVFP4, (64,), r"at least 2 dimensions for NVFP4Tensor, got \(64,\); keep vectors"),
-        (Float8BlockQuantizer(), (), r"at least 2 dimensions for Float8BlockTensor, got \(\)"),
-    ],
-)
-def test_shapes_that_a_format_cannot_hold_are_refused(quantizer, shape, match):
-    with pytest.raises(ValueError, match=match):
-        quantizer.quantize(torch.zeros(shape))
-    with pytest.raises(ValueError, match=match):
-        quantizer.make_empty(shape)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_dtypes_that_do_not_convert_are_refused(dtype):
-    x = torch.zeros(SHAPE).to(dtype)
-    for call in (NVFP4.quantize, new_param().quantize_):
-        with pytest.raises(TypeError, match=f"float32, bfloat16 or float16, got {dtype}; convert"):
-            call(x)
-    with pytest.raises(TypeError, match=f"dtype must be .* got {dtype}"):
-        new_param().dequantize(dtype)
-
-
-def test_quantize_in_place_refuses_another_shape():
-    with pytest.raises(ValueError, match=r"x must have the shape .*\(64, 96\), got \(96, 64\)"):
-        new_param().quantize_(torch.zeros(96, 64))
 
 
 @every_quantizer
@@ -235,14 +136,6 @@ def test_layout_dtype_and_device_of_the_input_do_not_matter(quantizer, device):
         assert_identical(out.storage_tensors(), expected.storage_tensors())
 
 
-def test_quantize_in_place_keeps_addresses_and_may_be_called_on_a_leaf():
-    param = new_param()
-    before = {name: t.data_ptr() for name, t in param.storage_tensors().items()}
-    param.quantize_(randn(seed=1))
-    assert {name: t.data_ptr() for name, t in param.storage_tensors().items()} == before
-    assert param.is_leaf and param.grad_fn is None
-
-
 def test_quantizing_a_quantized_tensor_of_the_same_format_copies_bytes():
     tensor = NVFP4.quantize(randn())
     # Not what its values would be quantized to.
@@ -253,30 +146,41 @@ def test_quantizing_a_quantized_tensor_of_the_same_format_copies_bytes():
     assert_identical(other.quantize(tensor), other.quantize(tensor.dequantize(torch.float32)))
 
 
-def test_quantizer_without_any_direction_is_refused():
-    with pytest.raises(ValueError, match="must not both be False.*keep at least one"):
-        NVFP4Quantizer(rowwise=False, columnwise=False)
-
-
 # Copies and files
 
 
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "pickle 0": lambda value: pickle.loads(pickle.dumps(value, 0)),
+    "file": through_a_file,
+}
+
+
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
 @every_quantizer
-def test_deepcopy_is_independent_and_complete(quantizer):
-    param = new_param(quantizer)
-    param.grad = torch.ones(SHAPE)
+def test_copies_are_independent_and_complete(quantizer, copies, device):
+    param = new_param(quantizer, dtype=torch.bfloat16, device=device)
     param.tag = ["user's own"]
-    twin, again = copy.deepcopy([param, param])
+    twin, again, frozen = copies([param, param, param.detach()])
     assert twin is again and isinstance(twin, nn.Parameter) and twin.requires_grad
-    assert_identical(twin, param)
-    assert twin.data_ptr() != param.data_ptr()
-    assert torch.equal(twin.grad, param.grad) and twin.grad is not param.grad
-    assert twin.tag == param.tag and twin.tag is not param.tag
-    frozen = copy.deepcopy(param.detach())
     assert not frozen.requires_grad and not isinstance(frozen, nn.Parameter)
+    assert type(twin) is type(param) and twin.tag == param.tag and twin.tag is not param.tag
+    for tensor in (twin, frozen):
+        assert (tensor.dtype, tensor.device.type) == (torch.bfloat16, device)
+        assert_identical(tensor, param)
+        assert tensor.data_ptr() != param.data_ptr()
 
 
-@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS.values() if q.rowwise], ids=str)
+def test_gradients_are_deep_copied_and_files_are_loaded_elsewhere():
+    param = new_param()
+    param.grad = torch.ones(SHAPE)
+    twin = copy.deepcopy(param)
+    assert torch.equal(twin.grad, param.grad) and twin.grad is not param.grad
+    assert through_a_file(param, map_location="meta").device.type == "meta"
+
+
+@every(*(name for name in NAMES if TABLE[name].rowwise))
 @pytest.mark.parametrize("swizzles", [False, True])
 def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizzles):
     swizzles &= quantizer.layout.scale_type in ("e4m3", "e8m0")
@@ -299,47 +203,10 @@ def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizz
 
 def test_deepcopy_keeps_the_value_before_quantization():
     param = param_with_init_val()
-    twin = copy.deepcopy(param)
-    twin.clear_high_precision_init_val()
+    copy.deepcopy(param).clear_high_precision_init_val()
     assert torch.equal(param.get_high_precision_init_val(), randn())
-
-
-def test_deepcopy_of_a_result_is_refused():
     with pytest.raises(RuntimeError, match="only leaf tensors.*detach"):
-        copy.deepcopy(new_param().clone())
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickle_keeps_everything(protocol):
-    param = param_with_init_val(dtype=torch.bfloat16)
-    param.tag = "user's own"
-    loaded = pickle.loads(pickle.dumps(param, protocol))
-    assert isinstance(loaded, nn.Parameter) and loaded.requires_grad
-    assert (type(loaded), loaded.dtype, loaded.tag) == (NVFP4Tensor, torch.bfloat16, param.tag)
-    assert_identical(loaded, param)
-    init_val = loaded.get_high_precision_init_val()
-    assert torch.equal(init_val, param.get_high_precision_init_val())
-
-
-@every_quantizer
-def test_torch_save_and_load_with_weights_only(quantizer, device):
-    param = new_param(quantizer, dtype=torch.bfloat16, device=device)
-    loaded = through_a_file({"a": param, "b": param, "c": param.detach()})
-    assert loaded["a"] is loaded["b"] and isinstance(loaded["a"], nn.Parameter)
-    assert not isinstance(loaded["c"], nn.Parameter) and not loaded["c"].requires_grad
-    for tensor in loaded.values():
-        assert (tensor.dtype, tensor.device.type) == (torch.bfloat16, device)
-        assert_identical(tensor, param)
-    # Loaded to another device, as a checkpoint of a larger machine is.
-    assert through_a_file(param, map_location="meta").device.type == "meta"
-    assert_identical(through_a_file(param, map_location="cpu"), param)
-
-
-def test_whole_modules_are_saved_and_loaded():
-    model = quantize_model(nn.Sequential(nn.Linear(96, 64)), "nvfp4")
-    loaded = through_a_file(model, weights_only=False)
-    assert_identical(loaded[0].weight, model[0].weight)
-    assert loaded[0].weight._high_precision_init_val is not None
+        copy.deepcopy(param.clone())
 
 
 def test_checkpoints_hold_the_quantized_bytes_only():
@@ -360,14 +227,6 @@ def test_forking_pickler_shares_memory_with_other_processes():
     assert_identical(received, param)
     param.quantize_(randn(seed=1))
     assert_identical(received, param)
-
-
-def test_share_memory():
-    model = quantize_model(nn.Linear(96, 64), "nvfp4")
-    assert not model.weight.is_shared()
-    model.share_memory()
-    assert model.weight.is_shared()
-    assert all(inner.is_shared() for inner in model.weight.storage_tensors().values())
 
 
 # state_dict
@@ -422,17 +281,6 @@ def test_state_dict_is_taken_as_it_is_with_assign(source, target):
         assert weight.data_ptr() == loaded[f"{i}.weight"].data_ptr()
         assert torch.equal(plain(weight), plain(source[i].weight))
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
-
-
-def test_average_of_a_model_is_kept_by_copies():
-    model = model_in("nvfp4", seed=1)
-    average = copy.deepcopy(model)
-    for _ in range(2):
-        for param in model.parameters():
-            param.data.normal_()
-        average.load_state_dict(model.state_dict())
-        assert_identical(average[0].weight, model[0].weight)
-    assert average[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
 # Conversions of modules
@@ -521,15 +369,6 @@ def test_meta_module_becomes_real_by_to_empty_and_load(recipe, device):
     assert_identical(weight, source[0].weight)
 
 
-def test_swap_tensors_exchanges_quantized_and_plain():
-    param, other = param_with_init_val(), nn.Parameter(torch.zeros(SHAPE))
-    address = param.data_ptr()
-    torch.utils.swap_tensors(param, other)
-    assert type(param) is nn.Parameter
-    assert isinstance(other, NVFP4Tensor) and isinstance(other, nn.Parameter)
-    assert other.data_ptr() == address and other._high_precision_init_val is not None
-
-
 def test_pinned_memory():
     param = new_param()
     assert not param.is_pinned()
@@ -547,11 +386,8 @@ IN_PLACE = {
     "add_": lambda p: p.add_(torch.ones(SHAPE), alpha=0.1),
     "addcdiv_": lambda p: p.addcdiv_(torch.ones(SHAPE), torch.ones(SHAPE)),
     "lerp_": lambda p: p.lerp_(torch.ones(SHAPE), 0.5),
-    "clamp_": lambda p: p.clamp_(-1, 1),
     "item assignment": lambda p: p.__setitem__(0, 1.0),
     "out=": lambda p: torch.mul(p, 2, out=p),
-    "foreach_mul_": lambda p: torch._foreach_mul_([torch.ones(3), p], 2.0),
-    "foreach_add_": lambda p: torch._foreach_add_([p], [torch.ones(SHAPE)]),
     "foreach_lerp_": lambda p: torch._foreach_lerp_([p], [torch.ones(SHAPE)], 0.5),
     "orthogonal_": lambda p: nn.init.orthogonal_(p),
 }
@@ -567,14 +403,12 @@ def test_operators_in_place_are_refused(write):
     assert_identical(param, before)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_optimizers_that_would_round_every_step_are_refused(optimizer, options):
-    param = new_param()
-    before = copy.deepcopy(param)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_optimizers_that_would_round_every_step_are_refused(options):
+    param, before = new_param(), new_param()
     param.grad = torch.ones(SHAPE)
     with pytest.raises(NotImplementedError, match="Train with FP4Adam"):
-        optimizer([param], lr=0.1, **options).step()
+        torch.optim.AdamW([param], lr=0.1, **options).step()
     assert_identical(param, before)
 
 
@@ -607,17 +441,11 @@ OVERWRITES = {
     "copy_ other format": lambda p: p.copy_(new_param(MXFP8Quantizer(), seed=1)),
     "foreach_copy_": lambda p: torch._foreach_copy_([p], [randn(seed=1)]),
     "init.zeros_": nn.init.zeros_,
-    "init.ones_": nn.init.ones_,
-    "init.constant_": lambda p: nn.init.constant_(p, 0.1),
     "init.normal_": nn.init.normal_,
-    "init.uniform_": nn.init.uniform_,
     "init.trunc_normal_": nn.init.trunc_normal_,
     "init.trunc_normal_ cut": lambda p: nn.init.trunc_normal_(p, std=0.02, a=-0.04, b=0.04),
     "init.trunc_normal_ tail": lambda p: nn.init.trunc_normal_(p, a=1.5, b=2.0),
-    "init.xavier_uniform_": nn.init.xavier_uniform_,
-    "init.xavier_normal_": nn.init.xavier_normal_,
     "init.kaiming_uniform_": nn.init.kaiming_uniform_,
-    "init.kaiming_normal_": nn.init.kaiming_normal_,
 }
 
 
@@ -645,12 +473,6 @@ def test_plain_tensors_take_values_unrounded():
     assert torch.equal(double, param.dequantize(torch.float32).double())
 
 
-def test_writing_a_leaf_needs_no_grad():
-    for write in (lambda p: p.copy_(randn()), lambda p: p.fill_(1.0)):
-        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-            write(new_param())
-
-
 def test_value_before_quantization_follows_every_write():
     for write, kept in [
         (lambda p: p.quantize_(randn(seed=1)), True),
@@ -665,12 +487,8 @@ def test_value_before_quantization_follows_every_write():
         value = param._high_precision_init_val
         assert value is None if not kept else torch.equal(value, randn(seed=1))
         assert_identical(param, new_param(seed=1))
-
-
-def test_value_before_quantization_is_not_kept_where_nobody_asked():
-    param = new_param()
-    with torch.no_grad():
-        param.copy_(randn())
+    param = new_param()  # nobody asked
+    param.detach().copy_(randn())
     assert param._high_precision_init_val is None
 
 
@@ -690,26 +508,6 @@ def test_assigning_data(device):
     assert_identical(param, NVFP4.quantize(randn(seed=2)))
     with pytest.raises(ValueError, match=r"data must have the shape .*\(64, 96\), got \(3, 3\)"):
         param.data = torch.zeros(3, 3)
-
-
-def test_parameters_to_vector_and_back():
-    params = [new_param(), nn.Parameter(torch.randn(5))]
-    vector = nn.utils.parameters_to_vector(params)
-    assert torch.equal(vector[: 64 * 96], params[0].dequantize(torch.float32).flatten())
-    with pytest.warns(UserWarning, match="are rounded to its format"):
-        nn.utils.vector_to_parameters(vector.detach() * 2, params)
-    assert isinstance(params[0], NVFP4Tensor)
-    assert torch.equal(nn.utils.parameters_to_vector(params), vector * 2)
-
-
-def test_clip_grad_norm():
-    params = [new_param(), nn.Parameter(torch.randn(5))]
-    for foreach in (None, False):
-        for param in params:
-            param.grad = torch.ones(param.shape)
-        norm = nn.utils.clip_grad_norm_(params, 1.0, foreach=foreach)
-        assert norm.item() == pytest.approx((64 * 96 + 5) ** 0.5)
-        assert torch.linalg.vector_norm(params[0].grad) < 1
 
 
 def test_weight_changed_between_forward_and_backward_is_noticed():
@@ -755,19 +553,13 @@ def test_other_operators_see_the_dequantized_values(quantizer):
     assert len(param) == 64 and hash(param) != hash(twin)
 
 
-def test_embedding_lookup_has_plain_gradient():
-    param = new_param()
-    F.embedding(torch.tensor([1, 1]), param).sum().backward()
-    assert type(param.grad) is Tensor and param.grad[1].eq(2).all() and param.grad.sum() == 2 * 96
-
-
 def test_tensors_made_like_it_are_plain():
     param = new_param(dtype=torch.bfloat16)
     for fn in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like):
         assert type(fn(param)) is Tensor and fn(param).dtype == torch.bfloat16
         assert fn(param, dtype=torch.float32).dtype == torch.float32
-    assert type(torch.empty_like(param, dtype=torch.float32)) is Tensor
-    assert type(param.new_zeros(3)) is Tensor
+    made = torch.empty_like(param, dtype=torch.float32), param.new_zeros(3)
+    assert [*map(type, made)] == [Tensor, Tensor]
 
 
 @pytest.mark.parametrize(
@@ -781,16 +573,13 @@ def test_stacked_weights_work_by_their_values(quantizer):
 
 def test_exports_of_the_memory_are_refused():
     tensor = new_param().detach()
-    with pytest.raises(BufferError, match="must be plain .* got a NVFP4Tensor; .*dequantize"):
+    with pytest.raises(BufferError, match="must be plain, got a NVFP4Tensor; .*dequantize"):
         torch.from_dlpack(tensor)
     for export in (tensor.numpy, tensor.tolist, lambda: np.asarray(tensor)):
         with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
             export()
-
-
-def test_safetensors_does_not_write_the_codes_as_values():
     with pytest.raises(RuntimeError, match="weights must be plain tensors to be saved by memory"):
-        safetensors.torch.save({"weight": new_param().detach()})
+        safetensors.torch.save({"weight": tensor})
 
 
 def test_inference_mode():
@@ -802,25 +591,6 @@ def test_inference_mode():
         model[0].weight.quantize_(randn(seed=1))
     assert not model[0].weight.is_inference()
     assert_identical(model[0].weight, model[0].weight.quantizer.quantize(randn(seed=1)))
-
-
-def test_hooks_run_on_gradients():
-    param, seen = new_param(), []
-    param.register_hook(lambda grad: grad * 2)
-    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad[0, 0].item()))
-    param.sum().backward()
-    assert seen == [2.0]
-
-
-def test_data_must_have_the_shape_of_the_tensor():
-    tensor = NVFP4Quantizer().quantize(torch.ones(16, 32))
-    before = tensor.dequantize()
-    plain = torch.zeros(32, 16)
-    for other in (plain, torch.zeros(32), NVFP4Quantizer().quantize(plain)):
-        with pytest.raises(ValueError, match=r"data must have the shape of the tensor, \(16, 32\)"):
-            tensor.data = other
-    assert tensor.shape == (16, 32)
-    assert torch.equal(tensor.dequantize(), before)
 
 
 RECODED = [

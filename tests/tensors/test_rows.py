@@ -5,8 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -17,21 +15,15 @@ from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import build_columnwise
+from quantizer_table import TABLE, every
+from quantizer_table import randn as randn_of
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
 SHAPE = (32, 64)
-
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+every_quantizer = every("nvfp4", "mxfp8", "mxfp8-2d", "float8block", "float8")
 
 
 def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return randn_of(shape, seed=seed)
 
 
 PROPERTIES = (
@@ -68,7 +60,7 @@ def test_pieces_of_what_cannot_be_cut_are_refused():
     with pytest.raises(ValueError, match=r"(?s)two_dimensional=True to be sharded.*dtype="):
         tensor.new_zeros(16, 64)
     assert type(tensor.new_zeros((16, 64), dtype=torch.float32)) is Tensor
-    square = QUANTIZERS["nvfp4"].quantize(randn())
+    square = TABLE["nvfp4"].quantize(randn())
     with pytest.raises(ValueError, match="sharded along its first dimension.*dtype="):
         square.new_zeros(32, 32)
 
@@ -145,13 +137,6 @@ def test_values_of_other_rows_outlive_a_copy_of_codes():
     shard[:16].copy_(other[:16])
     expected = torch.cat([other.dequantize()[:16], weight.get_high_precision_init_val()[16:32]])
     assert torch.equal(shard.get_high_precision_init_val(), expected)
-
-
-def test_parts_for_tensor_parallelism_have_codes_in_both_directions():
-    whole = QUANTIZERS["nvfp4"].quantize(randn())
-    part = rows.parallel_part(whole, 1, 1, 2, None)
-    assert torch.equal(part._rowwise_data, whole._rowwise_data[:, 16:])
-    assert torch.equal(part._columnwise_data, whole._columnwise_data[32:])
 
 
 # Devices

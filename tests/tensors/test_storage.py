@@ -5,34 +5,19 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
     QuantizedTensor,
     quantize_model,
 )
 from fp4adam.distributed.cast import PartialCast
-from fp4adam.tensors.storage import SharedStorage, Storage
 from fp4adam.tensors.transpose import build_columnwise
 from helpers import through_a_file
+from quantizer_table import TABLE, every, randn
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
-SHAPE = (64, 96)
-
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-
-
-def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+NVFP4 = TABLE["nvfp4-swizzled"]
+every_quantizer = every("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")
 
 
 def versions(tensor: QuantizedTensor) -> dict[str, int]:
@@ -80,19 +65,9 @@ def test_every_write_raises_every_version(quantizer, write, path_device):
     assert all(after[name] > before[name] for name in before)
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
-@every_quantizer
-def test_writes_of_nothing_count(quantizer, shape):
-    tensor = quantizer.quantize(torch.zeros(shape))
-    before = versions(tensor)
-    tensor.quantize_(torch.zeros(shape))
-    after = versions(tensor)
-    assert before and all(after[name] > before[name] for name in before)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "float8block"])
-def test_columnwise_codes_that_are_built_count(name, path_device):
-    tensor = QUANTIZERS[name].quantize(randn().to(path_device))
+@every("nvfp4", "float8block")
+def test_columnwise_codes_that_are_built_count(quantizer, path_device):
+    tensor = quantizer.quantize(randn().to(path_device))
     before = versions(tensor)
     build_columnwise([tensor])
     after = versions(tensor)
@@ -100,7 +75,7 @@ def test_columnwise_codes_that_are_built_count(name, path_device):
 
 
 def test_reading_is_no_write():
-    tensor = QUANTIZERS["nvfp4"].quantize(randn())
+    tensor = NVFP4.quantize(randn())
     before, storage = versions(tensor), tensor.inner
     (
         tensor.dequantize(torch.float32),
@@ -115,7 +90,7 @@ def test_reading_is_no_write():
 
 
 def test_plain_tensors_beside_quantized_ones_are_versioned():
-    quantized, plain = QUANTIZERS["nvfp4"].quantize(randn()), torch.zeros(3)
+    quantized, plain = NVFP4.quantize(randn()), torch.zeros(3)
     before = quantized._version, plain._version
     torch._foreach_copy_([quantized, plain], [randn(seed=1), torch.ones(3)])
     assert plain._version > before[1] and quantized._version > before[0]
@@ -139,9 +114,9 @@ def test_aliases_see_what_is_exchanged(quantizer):
 EXCHANGES = {
     "half": lambda m: m.half(),
     "to": lambda m: m.to("cpu", torch.bfloat16),
-    "data": lambda m: setattr(m.weight, "data", QUANTIZERS["nvfp4"].quantize(randn(seed=1))),
+    "data": lambda m: setattr(m.weight, "data", NVFP4.quantize(randn(seed=1))),
     "swap": lambda m: torch.utils.swap_tensors(
-        m.weight, nn.Parameter(QUANTIZERS["nvfp4"].quantize(randn(seed=1)))
+        m.weight, nn.Parameter(NVFP4.quantize(randn(seed=1)))
     ),
     "to_empty": lambda m: m.to_empty(device="cpu"),
     "attribute": lambda m: setattr(m.weight, "_amax", m.weight._amax.clone()),
@@ -150,18 +125,11 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES.keys())
 def test_every_exchange_gives_another_storage(exchange):
-    module = holder(QUANTIZERS["nvfp4"].quantize(randn()))
+    module = holder(NVFP4.quantize(randn()))
     param, before = module.weight, module.weight.inner
     exchange(module)
     assert module.weight is param and param.inner is not before
     assert param.inner != before and param.inner == param.inner
-
-
-def test_storages_are_compared_by_identity():
-    a, b = (Storage(rowwise_data=torch.zeros(2, 2)) for _ in range(2))
-    assert a == a and a != b and len({a, b, a}) == 2
-    assert a.existing().keys() == {"rowwise_data"}
-    assert hash(SharedStorage(a)) != hash(SharedStorage(a))
 
 
 # Copies

@@ -6,22 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from quantizer_table import every, randn
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-swizzled", "mxfp8", "mxfp8-2d-swizzled", "float8block")
+every_quantizer = every(*NAMES, "float8")
 
 
 def value() -> Tensor:
-    return torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return randn(dtype=torch.bfloat16)
 
 
 @every_quantizer
@@ -96,7 +89,7 @@ def test_gradients_pass_straight_through_quantization(quantizer):
 def test_only_tensors_that_keep_their_value_have_its_getter():
     param = nn.Parameter(NVFP4Quantizer()(value()))
     assert not hasattr(param, "get_high_precision_init_val")
-    with pytest.raises(AttributeError, match="got a NVFP4Tensor that keeps none"):
+    with pytest.raises(AttributeError, match="a NVFP4Tensor keeps no value"):
         param.get_high_precision_init_val()
     param._high_precision_init_val = value()
     assert torch.equal(param.get_high_precision_init_val(), value())

@@ -1,0 +1,296 @@
+"""What is said of a model: log line, warning, table, print, and numbers of quantized weights."""
+
+import copy
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp4adam
+from fp4adam import (
+    FP4Adam,
+    MasterWeightOptimizer,
+    QuantizationMonitor,
+    Recipe,
+    quantize_model,
+    summary,
+)
+from fp4adam.nn import report
+from ranks import all_ranks, run_ranks
+
+# A Conv1D and a stack of nobody knows what are most of the model.
+pytestmark = pytest.mark.filterwarnings("ignore:only .* of the elements of matrices:UserWarning")
+
+
+class Conv1D(nn.Module):
+    """As transformers has it in GPT-2: a weight [in, out] that is no nn.Linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 128))
+
+
+class Experts(nn.Module):
+    """One stacked weight, which is not known to be of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 64, 64))
+
+
+def make_model() -> nn.Sequential:
+    layers = [nn.Linear(64, 64), nn.Linear(64, 64, bias=False), Conv1D(), Experts()]
+    norms = [nn.LayerNorm(64) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Sequential(*norms))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Messages of the logger "fp4adam" (pytest's own plugin is off)."""
+    messages, logger = [], logging.getLogger("fp4adam")
+    monkeypatch.setattr(logger, "info", lambda text, *args: messages.append(text % args))
+    return messages
+
+
+LEFT = (
+    "left in high precision: 3.gate_up_proj (Experts: its module has no num_experts that is its "
+    "first size), 2.weight (Conv1D: its weight is [in, out]), 4 biases, "
+    "3 of LayerNorm (4.0.weight, ...)"
+)
+
+
+def test_log_says_what_is_quantized_and_what_is_left(lines):
+    model = make_model()
+    quantize_model(model, "nvfp4")
+    share = 100 * 2 * 64**2 / sum(p.numel() for p in model.parameters())
+    expected = f"2 of 7 weights are quantized, {share:.1f} % of the parameters; {LEFT}"
+    assert lines == [f"Sequential, NVFP4: {expected}"]
+    # The same recipe again changes nothing, and is no reason to warn.
+    quantize_model(model, "nvfp4")
+    assert lines[1:] == lines[:1]
+    with fp4adam.quantized_init("mxfp8"):
+        layer = nn.Linear(32, 32)
+    assert str(layer).endswith("weight=MXFP8)")
+    assert lines[2].startswith("Linear, MXFP8: 1 of 1 weights are quantized")
+    with pytest.warns(UserWarning, match=r"no weight was .* \(Conv1D: its .*\)\. Only") as caught:
+        quantize_model(Conv1D(), "nvfp4")
+    assert caught[0].filename == __file__
+
+
+def test_table_has_every_parameter_and_totals():
+    model = quantize_model(make_model(), "nvfp4")
+    model[1].weight.clear_high_precision_init_val()
+    result = summary(model)
+    table = str(result).splitlines()
+    assert table[0].split() == ["name", "layer", "shape", "format", "bytes"]
+    # Codes, scales of 16 blocks, amax.
+    assert table[1].split() == ["0.weight", "Linear", "64x64", "NVFP4", "2,068"]
+    assert table[2].split() == ["0.bias", "Linear", "64", "float32", "256"]
+    assert table[5].split() == ["3.gate_up_proj", "Experts", "4x64x64", "float32", "65,536"]
+    assert len(table) == 1 + len(list(model.parameters())) + 4
+    assert table[-3] == result.describe() and LEFT in table[-3]
+    numel = sum(p.numel() for p in model.parameters())
+    nbytes = 2 * model[0].weight.nbytes_stored + 4 * (numel - 2 * 64**2)
+    assert table[-2].startswith(f"{numel:,} parameters in {nbytes:,} bytes, ")
+    assert table[-1].startswith(f"{4 * 64**2:,} bytes more of values before quantization")
+    assert [p.name for p in result.quantized] == ["0.weight", "1.weight"]
+    with torch.device("meta"):
+        model = quantize_model(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8")
+    (weight,) = summary(model).parameters
+    assert (weight.format, weight.nbytes) == ("MXFP8", model[0].weight.nbytes_stored)
+    assert [p.shape for p in summary(nn.LazyLinear(4)).parameters] == [(), ()]
+    assert str(summary(nn.ReLU())).count("0 of 0 weights")
+    with pytest.raises(TypeError, match="model must be an nn.Module, got list"):
+        summary([model])
+
+
+def test_bytes_of_the_optimizer_state():
+    model = quantize_model(make_model(), "nvfp4")
+    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
+    assert str(summary(model, optimizer)).endswith("state yet: the first step creates it")
+    for param in model.parameters():
+        param.grad = torch.zeros(param.shape)
+    optimizer.step()
+    table = str(summary(model, optimizer)).splitlines()
+    assert table[0].endswith("  state bytes")
+    # BF16 first moments, FP32 second moments; masters of quantized weights.
+    assert table[1].split()[-2:] == ["2,068", f"{10 * 64**2:,}"]
+    assert table[2].split()[-2:] == ["256", f"{6 * 64:,}"]
+    numel = sum(p.numel() for p in model.parameters())
+    nbytes = 10 * 2 * 64**2 + 6 * (numel - 2 * 64**2)
+    assert table[-1] == (
+        f"{nbytes:,} bytes of the optimizer's state, {nbytes / numel:.2f} bytes per parameter"
+    )
+    for call in (summary, QuantizationMonitor):
+        with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer or None"):
+            call(model, [optimizer])
+
+
+def test_print_shows_the_format_of_each_layer():
+    model = quantize_model(make_model(), "nvfp4", lambda module, name: name == "0")
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        quantized, plain = str(copied[0]), str(copied[1])
+        assert quantized == "Linear(in_features=64, out_features=64, bias=True, weight=NVFP4)"
+        assert plain == "Linear(in_features=64, out_features=64, bias=False)"
+        copied[0].weight = nn.Parameter(torch.zeros(64, 64))
+        assert "NVFP4" not in str(copied)
+    recipe = Recipe("float8block", activations=True, gradients=True)
+    layer = quantize_model(nn.Linear(128, 128), recipe)
+    assert str(layer).endswith("weight=Float8Block, quantizes=activations+gradients)")
+    layer = quantize_model(nn.Linear(128, 128), Recipe("float8", activations="fake"))
+    assert str(layer).endswith("weight=Float8, fake-quantizes=activations)")
+
+
+def test_saving_by_address_names_the_cure(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = quantize_model(nn.Linear(64, 64), "nvfp4")
+    with pytest.raises(RuntimeError, match="got NVFP4Tensor of shape .* call fp4adam.use_plain_"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    fp4adam.use_plain_state_dict(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+
+# QuantizationMonitor
+
+
+# Magnitude bits of a code, and the largest magnitude.
+CODES = {"nvfp4": (0x7, 0x7), "mxfp8": (0x7F, 0x7E), "float8block": (0x7F, 0x7E)}
+
+
+def make_pair(width: int = 96) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, width), nn.Linear(width, 256, bias=False))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def codes_of(weight: torch.Tensor) -> torch.Tensor:
+    """One code per entry."""
+    data = weight.rowwise_data
+    return torch.stack((data & 15, data >> 4), -1) if data.shape != weight.shape else data
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_numbers_are_those_of_plain_torch(name):
+    model = quantize_model(make_pair(), name)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2)
+    monitor = QuantizationMonitor(model, optimizer)
+    weight = model[0].weight
+    with torch.no_grad():  # some codes are 0 where the master is not, and some masters are 0
+        weight.copy_(make_pair()[0].weight * torch.logspace(-8, 0, 96)[:, None])
+    train(model, optimizer)
+    monitor.measure()
+    before = codes_of(weight).clone()
+    train(model, optimizer)
+    found = monitor.measure()
+    state, decoded = optimizer.state[weight], weight.dequantize()
+    master, codes = state["master_param"], codes_of(weight)
+    magnitude, largest = CODES[name]
+    expected = {
+        "relative_error": ((decoded - master).norm() / master.norm()).item(),
+        "underflow_share": ((decoded == 0) & (master != 0)).double().mean().item(),
+        "zero_share": (decoded == 0).double().mean().item(),
+        "saturated_share": ((codes & magnitude) == largest).double().mean().item(),
+        "changed_share": (codes != before).double().mean().item(),
+        "amax": decoded.abs().max().item(),
+        "nonfinite_share": 0.0,
+        "exp_avg_zero_share": (state["exp_avg"] == 0).double().mean().item(),
+        "exp_avg_sq_zero_share": (state["exp_avg_sq"] == 0).double().mean().item(),
+    }
+    for key, value in expected.items():
+        assert found[f"{key}/0.weight"] == pytest.approx(value, rel=1e-5), key
+    assert 0 < expected["changed_share"] < 1
+    if name == "nvfp4":
+        assert 0 < expected["underflow_share"] < 1 and 0 < expected["saturated_share"] < 1
+    names = {"0.weight", "1.weight", "all"}
+    assert {key.partition("/")[2] for key in found} == names
+    assert all(type(value) is float for value in found.values())
+    both = [found[f"changed_share/{each}"] for each in ("0.weight", "1.weight")]
+    assert found["changed_share/all"] == pytest.approx(sum(both) / 2)  # of one size
+    assert found["amax/all"] == max(found["amax/0.weight"], found["amax/1.weight"])
+
+
+def test_a_sample_of_codes_meets_all_columns(monkeypatch):
+    monkeypatch.setattr(report, "_SAMPLE", 96 * 64)
+    model = quantize_model(nn.Sequential(nn.Linear(256, 96)), "mxfp8")
+    measures = QuantizationMonitor(model)
+    measures.measure()
+    model[0].weight.rowwise_data[:, 1::2] ^= 1
+    # A stride of 5, where 4 would meet even columns alone.
+    assert measures.measure()["changed_share/0.weight"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_without_a_state_errors_are_those_against_the_initial_value():
+    model = make_pair()
+    plain = model[1].weight.detach().clone()
+    quantize_model(model, "nvfp4")
+    found = QuantizationMonitor(model).measure()
+    error = ((model[1].weight.dequantize() - plain).norm() / plain.norm()).item()
+    assert found["relative_error/1.weight"] == pytest.approx(error, rel=1e-5)
+    assert "changed_share/all" not in found and "exp_avg_zero_share/all" not in found
+    model[1].weight.clear_high_precision_init_val()
+    assert "relative_error/1.weight" not in QuantizationMonitor(model).measure()
+    assert QuantizationMonitor(nn.Linear(2, 2)).measure() == {}
+
+
+def test_states_of_other_kinds_and_nan():
+    model = quantize_model(make_pair(), "mxfp8")
+    narrow = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
+    optimizer = FP4Adam(model.parameters(), master_weight_dtype=torch.float16, **narrow)
+    (model(torch.eye(256)[:4]).sum()).backward()  # gradients of 0 in most columns
+    optimizer.step()
+    found = QuantizationMonitor(model, optimizer).measure()
+    assert found["exp_avg_zero_share/0.weight"] == 252 / 256
+    assert 0 < found["relative_error/all"] < 0.05
+    model[0].weight.grad = torch.full((96, 256), math.nan)
+    optimizer.step()
+    assert QuantizationMonitor(model, optimizer).measure()["nonfinite_share/all"] == 0.5
+    # Half a step between codes is what a weight may be off; bare codes of masters would say 0.
+    model = quantize_model(make_pair(), "nvfp4")
+    optimizer = FP4Adam(model.parameters(), lr=1e-3, states="8bit")
+    train(model, optimizer)
+    found = QuantizationMonitor(model, optimizer).measure()
+    assert 0.08 < found["relative_error/0.weight"] < 0.15
+    assert found["nonfinite_share/all"] == 0 < found["underflow_share/all"]
+    model = quantize_model(make_pair(), "float8block")
+    optimizer = MasterWeightOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    train(model, optimizer)
+    weight = model[0].weight
+    master = optimizer.state[weight]["master_param"]
+    error = ((weight.dequantize() - master).norm() / master.norm()).item()
+    found = QuantizationMonitor(model, optimizer).measure()
+    assert found["relative_error/0.weight"] == pytest.approx(error, rel=1e-5)
+
+
+def measure_sharded(rank: int, name: str, width: int, n_layers: int, ranks: int) -> dict:
+    model = quantize_model(make_pair(width)[:n_layers], name)
+    if ranks > 1:
+        for layer in (*model, model):
+            fully_shard(layer, mesh=all_ranks())
+    monitor = QuantizationMonitor(model)
+    if n_layers == 2:
+        monitor.optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        train(model, monitor.optimizer)
+        monitor.measure()
+        train(model, monitor.optimizer)
+    return monitor.measure()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "n_layers", "ranks"),
+    # Shards of 20 rows cut blocks; the mean of 4 equal gradients is exact. One amax is no sum.
+    [("nvfp4", 80, 2, 4), ("float8block", 80, 2, 4), ("mxfp8", 96, 1, 2)],
+)
+def test_ranks_have_the_numbers_of_one_process(name, width, n_layers, ranks):
+    (alone,) = run_ranks(measure_sharded, 1, name, width, n_layers, 1)
+    for found in run_ranks(measure_sharded, ranks, name, width, n_layers, ranks):
+        assert found == pytest.approx(alone, rel=1e-9)
