@@ -140,6 +140,19 @@ def _encode_part(
     return Part(codes, row_scale, insert_tile(kept.columns, part.columns, i), column_scale)
 
 
+@triton.jit
+def _encode_held(
+    kept, held, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """:func:`_encode_part` of part ``i`` of the held values [n, BR, BC], in bits."""
+    number = tl.arange(0, held.shape[0])[:, None, None]
+    value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
+    return _encode_part(
+        kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED, BR, BC
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
     grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
@@ -273,14 +286,18 @@ def step_kernel(
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
         given = rows, cols, amax, epsilon, storage, states.value, constants
-        for i in tl.range(0, PARTS, loop_unroll_factor=1 if MASKED else PARTS):
-            part_number = tl.arange(0, PARTS)[:, None, None]
-            value = tl.sum(tl.where(part_number == i, held, 0), 0).to(tl.float32, bitcast=True)
-            row, col = first_row + i * DR, first_col + i * DC
-            kept = _encode_part(
-                kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED,
-                BR, BC,
-            )  # fmt: skip
+        if MASKED:
+            for i in range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
+        else:
+            for i in tl.static_range(PARTS):
+                kept = _encode_held(
+                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
+                    given, VARIANT, F, MASKED, BR, BC,
+                )  # fmt: skip
     part = Part(
         _joined(kept.rows, DOWN),
         _joined(kept.row_scale, DOWN),

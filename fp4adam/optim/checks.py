@@ -20,10 +20,7 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
 QUANTIZE_FROM = ("master", "param_dtype")
-_OF_OPTIMIZER = frozenset(Options.__dataclass_fields__) - {"name", "capturable"} | {
-    "states",
-    "scale_groups",
-}
+_OF_OPTIMIZER = {*Options.__dataclass_fields__, "scale_groups"} - {"name", "capturable"}
 CAPTURE_AROUND = (
     "capture forward and backward, and call step() outside the graph: it writes weights at the "
     "addresses that the graph reads"
@@ -57,12 +54,16 @@ def check_quantize_from(quantize_from: str) -> None:
         )
 
 
-def check_group_names(group: Mapping[str, Any]) -> None:
-    """Raise if a group has an option that groups do not have, or not under this name."""
-    of_optimizer = group.keys() & _OF_OPTIMIZER
-    if of_optimizer:
+def check_group_names(options: Options, group: Mapping[str, Any]) -> None:
+    """Raise if a group has an option that groups do not have, or not under this name.
+
+    Wrappers, such as torch's ZeroRedundancyOptimizer, repeat those of the optimizer.
+    """
+    names = group.keys() & _OF_OPTIMIZER
+    others = [n for n in names if group[n] not in (None, getattr(options, n, None))]
+    if others:
         raise ValueError(
-            f"{min(of_optimizer)} must be an option of the optimizer, got it in a parameter group, "
+            f"{min(others)} must be an option of the optimizer, got it in a parameter group, "
             "where it would have no effect; pass it to the constructor, or make an optimizer for "
             "each"
         )

@@ -208,7 +208,7 @@ class FusedAdam(Optimizer):
         """Add a parameter group; nothing has changed if it raises."""
         if isinstance(param_group, dict):
             _join_flags(param_group)
-            checks.check_group_names(param_group)
+            checks.check_group_names(self._targets.options, param_group)
             self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:

@@ -60,7 +60,6 @@ class OffloadedEngine(Engine):
             part.settle()
 
     def _wait(self) -> None:
-        """Wait until the host has the states of the last step."""
         for link in self._links.values():
             link.wait()
 
@@ -126,7 +125,9 @@ class OffloadedEngine(Engine):
         except BaseException:
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
-        self.states |= chunk.on_host(new)
+        self.states |= {param: _others(state) for param, state in new.items()}
+        for (param, name), value in chunk.host.items():
+            self.states[param][name] = value
         self._let_go(part)
 
     def _let_go(self, part: Engine) -> None:
@@ -135,7 +136,7 @@ class OffloadedEngine(Engine):
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
-        """Make new buffers for all chunks of a link if one of them does not fit into its buffer."""
+        """Make new buffers if a chunk does not fit into its own."""
         link = chunk.link
         if chunk.nbytes <= len(link.buffers[chunk.number]):
             return
@@ -157,10 +158,9 @@ class OffloadedEngine(Engine):
 
 
 def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states.
+    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states, or one unit.
 
-    A larger parameter is a chunk of its own. Those of a unit stay together, and those of different
-    devices apart. All ranks get the same chunks of sharded parameters.
+    Each is on one device. All ranks get the same chunks of sharded parameters.
     """
     found: list[list[Tensor]] = []
     last: dict[torch.device, tuple[list[Tensor], int]] = {}
@@ -231,6 +231,7 @@ class _Chunk:
         nbytes: Size of the block.
         block: The block, uint8.
         number: The buffer of the link that it moves to.
+        host: The states there, by parameter and name.
         staged_block: Its bytes in the buffer, uint8.
 
     Raises:
@@ -246,23 +247,16 @@ class _Chunk:
         self.number = link.next_number(self.nbytes)
         memory = _pinned(link, self.nbytes, self)
         self.block = _tensor(memory, 0, self.nbytes, torch.uint8)
-        self._host: dict[tuple[Tensor, str], Tensor] = {}
+        self.host: dict[tuple[Tensor, str], Tensor] = {}
         for start, (key, value) in zip(self._starts, values.items(), strict=True):
             own = local(value)
             own = own if is_dense(own) else own.contiguous()
             # A storage of its own, so that saving or copying it does not take the block.
             host = _tensor(memory, start, own.nbytes, own.dtype)
             host = host.as_strided(own.shape, own.stride()).copy_(own)
-            self._host[key] = _like(key[0], value, host)
-        self._known = _marks(self._host)
+            self.host[key] = _like(key[0], value, host)
+        self._known = _marks(self.host)
         self.leave_buffer()
-
-    def on_host(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
-        """``states`` with the tensors on the host."""
-        found = {param: _others(state) for param, state in states.items()}
-        for (param, name), value in self._host.items():
-            found[param][name] = value
-        return found
 
     def holds(self, states: dict[Tensor, State]) -> bool:
         """True if states have the tensors on the host, unwritten by others, and no others."""
@@ -276,24 +270,27 @@ class _Chunk:
             buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
             self._staged = {param: {} for param in states}
-            for start, ((param, name), value) in zip(self._starts, self._host.items(), strict=True):
+            for start, ((param, name), value) in zip(self._starts, self.host.items(), strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())
                 self._staged[param][name] = _like(param, value, view)
-            self._views = {key: id(view) for key, view in _entries(self._staged).items()}
+            self._views = _entries(self._staged)
         for param, state in self._staged.items():
             state.update(_others(states[param]))
         return self._staged
 
     def is_staged(self, states: dict[Tensor, State]) -> bool:
         """True if these are the states of :meth:`staged`, stepped in place."""
-        return {key: id(value) for key, value in _entries(states).items()} == self._views
+        found = _entries(states)
+        return found.keys() == self._views.keys() and all(
+            value is self._views[key] for key, value in found.items()
+        )
 
     def leave_buffer(self) -> None:
         """Drop all views of the buffer."""
         self.staged_block = self.block[:0]
-        self._views: dict[tuple[Tensor, str], int] = {}
+        self._views: dict[tuple[Tensor, str], Tensor] = {}
         self._staged: dict[Tensor, State] = {}
 
 

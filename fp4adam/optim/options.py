@@ -22,18 +22,12 @@ STATES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What an optimizer was made with; its parameters and engines share one object.
-
-    Attributes:
-        name: The optimizer's class, for error messages.
-        capturable: Whether step counts and scalars stay on the device, for CUDA graphs.
-
-    The others are arguments of :class:`FP4Adam`.
-    """
+    """What an optimizer was made with: the ``name`` of its class, and arguments of it."""
 
     name: str = "FusedAdam"
     capturable: bool = False
     master_weights: bool = True
+    states: str = "32bit"
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     master_weight_dtype: torch.dtype = torch.float32
@@ -64,7 +58,7 @@ class Options:
             chosen["store_param_remainders"] = given.get("store_param_remainders", True)
         elif chosen["master_weight_dtype"] == torch.float16:
             chosen["store_param_remainders"] = False
-        return cls(**chosen)
+        return cls(states=states, **chosen)
 
     def codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
         """The codecs of master and moments, by the name of the state."""

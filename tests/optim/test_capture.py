@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -122,6 +122,12 @@ def fill_grads(optimizer: FusedAdam, seed: int) -> None:
     for i, param in enumerate(all_params(optimizer)):
         if param.grad is not None:
             param.grad.copy_(randn(*param.shape, seed=100 * seed + i) * 1e-2)
+
+
+def step_both(pair: Iterable[FusedAdam], seed: int) -> None:
+    for optimizer in pair:
+        fill_grads(optimizer, seed)
+        optimizer.step()
 
 
 def set_rates(optimizer: FusedAdam, rate: float) -> None:
@@ -248,6 +254,9 @@ def test_each_graph_reads_its_own_gradients(device: str) -> None:
         param.grad = torch.zeros_like(param)
     fill_grads(optimizer, 3)
     order = [1, 2, 3, 2, 3, 1, 1, 2]
+    # Nothing that is pinned afterwards takes the place of what a replay copies from the host.
+    others = [torch.empty(2**size, dtype=torch.uint8, pin_memory=HAS_GPU) for size in range(8, 16)]
+    others = [other.fill_(0xA5).to(device, non_blocking=True) for other in others]
     for seed in order:
         optimizer.step() if seed == 3 else sets[seed - 1][0]()
     for seed in [0, *order]:
@@ -262,9 +271,7 @@ def test_replays_outlive_the_plan(device: str) -> None:
     A step with other dictionaries of the same tensors makes a new plan; the graphs go on.
     """
     optimizer, twin = make_pair(device)
-    for each in (optimizer, twin):
-        fill_grads(each, 0)
-        each.step()
+    step_both((optimizer, twin), 0)
     replays = [capture(optimizer.step) for _ in range(3)]
     plan = optimizer._whole.plan
     assert len(optimizer._captured) == 1
@@ -284,25 +291,6 @@ def test_replays_outlive_the_plan(device: str) -> None:
     assert_same_training(optimizer, twin)
     capture(optimizer.step)
     assert len(optimizer._captured) == 2
-
-
-def test_replays_read_host_memory_that_is_their_own(device: str) -> None:
-    """Nothing else that is pinned afterwards takes the place of what a replay copies."""
-    optimizer, twin = make_pair(device)
-    for each in (optimizer, twin):
-        fill_grads(each, 0)
-        each.step()
-    replay = capture(optimizer.step)
-    others = []
-    for _ in range(3):
-        for size in range(8, 16):
-            other = torch.empty(2**size, dtype=torch.uint8, pin_memory=HAS_GPU)
-            others.append(other.fill_(0xA5).to(device, non_blocking=True))
-        for each in (optimizer, twin):
-            fill_grads(each, 1)
-        replay()
-        twin.step()
-    assert_same_training(optimizer, twin)
 
 
 # States
@@ -339,15 +327,11 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_stay_capturable(copied: Callable, device: str) -> None:
     optimizer, twin = make_pair(device)
-    for each in (optimizer, twin):
-        fill_grads(each, 0)
-        each.step()
+    step_both((optimizer, twin), 0)
     again = copied(optimizer)
     for param in all_params(again):
         param.grad = torch.zeros_like(param)
-    for each in (again, twin):
-        fill_grads(each, 1)
-        each.step()
+    step_both((again, twin), 1)
     replay = capture(again.step)
     for each in (again, twin):
         fill_grads(each, 2)

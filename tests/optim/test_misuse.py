@@ -495,7 +495,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
     "quantizer: no direction": (call(lambda s: NVFP4Quantizer(False, False)), V, ("not both",
-        "rowwise=False, columnwise=False", "keep at least one")),
+        "got False, False", "keep one of them")),
     "quantizer: NaN": (call(lambda s: Float8BlockQuantizer(amax_epsilon=NAN)), V, ("finite",
         "got nan", "0 turns it off")),
     "quantizer: order of the GEMM": (call(lambda s: Float8BlockQuantizer(optimize_for_gemm=True)),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import step_reference
-from aot import INEXACT, compile_ahead_of_time, count
 from fp4adam.optim.state_codec import (
     BFLOAT16,
     E4M3,
@@ -377,34 +376,3 @@ def test_tile_functions_split_masters_alike(device):
     _split_kernel[(len(master) // 4096,)](master.to(device), *outs, BLOCK=4096)
     assert bits_equal(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
     assert bits_equal(outs[2].cpu(), join_master(param, remainder))
-
-
-@pytest.mark.parametrize(
-    "sm", [90, *(pytest.param(sm, marks=pytest.mark.exhaustive) for sm in (80, 100, 120))]
-)
-def test_tile_functions_compile_without_inexact_arithmetic_or_spills(sm):
-    pointers = {
-        "x_ptr": "*fp32",
-        "scales_ptr": "*u8",
-        "stored_ptr": "*fp32",
-        "decoded_ptr": "*fp32",
-    }
-    codes = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "ue5m11": "*u16"}
-    jobs = [
-        {
-            "module": "test_state_codec",
-            "kernel": "_recode_kernel",
-            "signature": {
-                **pointers,
-                "codes_ptr": codes.get(codec.name, "*u8"),
-                **dict.fromkeys(("origin", "rows", "cols"), "i32"),
-            },
-            "constexprs": {"CODEC": codec.name, "MASKED": False, "BR": 16, "BC": 64},
-            "divisible_by_16": [*pointers, "codes_ptr", "rows", "cols"],
-            "sm": sm,
-        }
-        for codec in (FLOAT32, *NARROW)
-    ]
-    for job, facts in zip(jobs, compile_ahead_of_time(jobs), strict=True):
-        assert facts["spilled_bytes"] == 0, job
-        assert count(facts, INEXACT) == 0, job

@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.runtime import _async_compile
 
+import helpers
 from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group
@@ -27,9 +28,9 @@ def make_params(device, quantizer=RECIPES["mxfp8"]):
 
 
 def set_grads(params, seed, skip=()):
-    for i, param in enumerate(params):
-        grad = randn(*param.shape, seed=100 * seed + i, device=param.device) * 1e-2
-        param.grad = None if i in skip else grad.to(param.dtype)
+    helpers.set_grads(params, seed, scale=1e-2)
+    for i in skip:
+        params[i].grad = None
 
 
 def assert_goes_on_as_operators(optimizer):
