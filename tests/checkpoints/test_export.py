@@ -30,7 +30,7 @@ from fp4adam.checkpoints.reader import CheckpointReader
 from fp4adam.tensors.swizzle import swizzle_padded
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
-from test_fsdp import fixed_grads, set_grads
+from twins import fixed_grads, set_grads
 
 ROWWISE_NVFP4 = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 CASES = [

@@ -94,6 +94,8 @@ def large_then_small(shapes):
 def train(quantizer, values, steps, device, **options):
     """All inner tensors and states after steps with these learning rates and gradients."""
     params = [torch.nn.Parameter(quantizer.quantize(value.to(device))) for value in values]
+    for param, value in zip(params, values, strict=True):
+        param._high_precision_init_val = value.to(device)
     optimizer = FP4Adam(params, betas=(0.9, 0.95), weight_decay=0.1, **options)
     for optimizer.param_groups[0]["lr"], grads in steps:
         for p, grad in zip(params, grads, strict=True):
