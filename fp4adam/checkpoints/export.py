@@ -230,8 +230,8 @@ class Trained(NamedTuple):
         self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
     ) -> Iterator[Entry]:
         try:
-            cols = weight.shape[-1]
-            matrix = weight._alias((weight.numel() // cols, cols))
+            shape = weight.shape
+            matrix = weight._alias((shape[:-1].numel(), shape[-1]))
             encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None

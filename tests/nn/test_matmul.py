@@ -215,10 +215,12 @@ CAPABILITIES = {
 @every_format
 def test_capabilities_are_named(weights, monkeypatch):
     met, missing, needed = CAPABILITIES[weights]
-    kind, gpu = type(FORMATS[weights]), torch.device("cuda")
+    kind = type(FORMATS[weights])
     found = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
     support = {
-        each: __main__.support(kind, gpu, each)[__main__.PARTS.index("quantized matmul")]
+        each: __main__.support(kind, each, __main__.NATIVE)[
+            __main__.PARTS.index("quantized matmul")
+        ]
         for each in found
     }
     assert [each for each in found if support[each] == "native"] == met
