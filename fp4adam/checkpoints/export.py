@@ -230,8 +230,8 @@ class Trained(NamedTuple):
         self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
     ) -> Iterator[Entry]:
         try:
-            cols = weight.shape[-1]
-            matrix = weight._alias((weight.numel() // cols, cols))
+            shape = weight.shape
+            matrix = weight._alias((shape[:-1].numel(), shape[-1]))
             encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
@@ -406,11 +406,11 @@ def _misreadings(trained: Trained, amaxes: dict[str, float]) -> Iterator[str]:
     is_packed = encoding.format == "nvfp4-pack-quantized"
     is_8bit = trained.layout.name == "modelopt" and encoding.bits == 8
     if is_theirs and (is_8bit or (has_stacks and is_packed)):
+        what = "MXFP8 weights in layout 'modelopt'" if is_8bit else "NVFP4 experts"
+        cure = "layout 'compressed-tensors'" if is_8bit else "Float8Block and layout 'fp8'"
         yield (
-            f"{'MXFP8 weights' if is_8bit else 'NVFP4 experts'} of layout {trained.layout.name!r} "
-            "should be read by an engine or by import_checkpoint, got a model of transformers, "
-            "whose from_pretrained (5.23) leaves scales out; for it, use "
-            f"""{"layout 'compressed-tensors'" if is_8bit else "Float8Block and layout 'fp8'"}"""
+            f"{what} should be read by an engine or by import_checkpoint, got a model of "
+            f"transformers, whose from_pretrained (5.23) leaves their scales out; for it use {cure}"
         )
 
 

@@ -31,11 +31,7 @@ class _Key(NamedTuple):
 class CastLaunches:
     """The launches that cast spans with values at fixed addresses; each can be repeated.
 
-    Args:
-        spans: The spans of weights, on one device.
-        values: Per span its values, or None for an empty span.
-        outs: Per span the memory for its codes, or None for the weight's own.
-        device: The device of all of these.
+    Values and memory for codes are None for an empty span, and for the weight's own memory.
     """
 
     def __init__(

@@ -130,7 +130,6 @@ class AmaxExchange:
     Every rank of the group has to call it, even one without rows.
 
     Args:
-        group: The ranks.
         device: The device that this rank communicates with.
         shards: Shards of the same tensors in the same order on every rank.
     """

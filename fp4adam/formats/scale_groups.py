@@ -90,6 +90,8 @@ def resolve_scale_groups(
             missing.
         TypeError: If ``scale_groups`` is neither.
     """
+    if scale_groups == ():
+        return []
     if callable(scale_groups):
         _check_named(names, "a rule")
         by_key: dict[Hashable, list[int]] = defaultdict(list)

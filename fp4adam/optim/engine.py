@@ -55,8 +55,7 @@ class Engine:
         is_part: True if this engine steps only some of the optimizer's parameters.
         on_host: Whether states may be on the host.
         view: What shows the states to users, or None.
-        shown_steps: The steps that groups show; another number there is one that other code has
-            set.
+        shown_steps: The steps that groups show; others there have been set by other code.
     """
 
     clipping: Clipping | None = None
@@ -322,12 +321,10 @@ class Engine:
 
 
 def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
-    """Whether kernels may step a plain parameter, as far as its states do not matter."""
     alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
     return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
 
 
 def _are_same(actual: Iterable, expected: Sequence) -> bool:
-    """Whether both contain the same objects in the same order."""
     actual = list(actual)
     return len(actual) == len(expected) and all(map(is_, actual, expected))

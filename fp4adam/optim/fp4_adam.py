@@ -15,11 +15,10 @@ class FP4Adam(FusedAdam):
     ``Float8Tensor`` of Transformer Engine, ``NVFP4Tensor`` and ``MXTensor`` of
     torchao, or of any class with a :class:`TensorAdapter`. The step writes their memory in place.
 
-    A quantized parameter has an FP32 master weight in the optimizer's state. One kernel reads the
-    gradient (BF16, FP16 or FP32), updates master and moments in FP32 and writes the re-quantized
-    weight in place. After every step the bytes of a parameter are those of
+    A quantized parameter has an FP32 master weight in the optimizer's state, 12 bytes per element
+    with its moments. After every step its bytes are those of
     ``param.quantizer.quantize(master_param)``; with delayed scaling those of the master under the
-    scale of earlier values. State: 12 bytes per element.
+    scale of earlier values.
 
     With ``states="8bit"`` it takes 3.06: FP8 moments, and ``master_weight_dtype=torch.int8``. The
     master is then the weight and an int8 remainder, rounded stochastically, in units of 1/239 of
@@ -32,15 +31,13 @@ class FP4Adam(FusedAdam):
     two, have no master: each update is rounded stochastically to what E4M3 codes can hold. With
     ``states="8bit"`` the state then takes 2.06 bytes per element.
 
-    The master starts from the high-precision initial value if the parameter still has it, and frees
-    it; otherwise it starts from its decoded values. If other code overwrites the parameter
-    later (``load_state_dict``, weight averaging), the master restarts from the new value. A step
-    with lr = 0 leaves the bytes alone.
+    The master starts from the value before quantization if the parameter still has it, otherwise
+    from its decoded values. If other code overwrites the parameter later (``load_state_dict``,
+    weight averaging), it restarts from the new value. A step with lr = 0 leaves the bytes alone.
 
     NVFP4 and Float8 weights of a scale group are quantized with one amax, the largest magnitude in
-    all of their masters. Each member stores it, so a server can fuse them without re-quantizing. If
-    any member has a gradient, all members are written and have a state. The step is fastest if all
-    of them have gradients.
+    all of their masters, so a server can fuse them without re-quantizing. If any member has a
+    gradient, all members are written and have a state.
 
     States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
     same optimizer with the layout of Transformer Engine's. This one has that layout too if it is

@@ -114,11 +114,7 @@ class GradientRelease:
         self.attach(engine)
 
     def finish_step(self, signals: Signals, engine: Engine) -> None:
-        """Step what still has gradients, all or nothing, and end the step.
-
-        Raises:
-            RuntimeError: If there are signals of a ``GradScaler``, or a gradient cannot be used.
-        """
+        """Step what still has gradients, all or nothing, and end the step."""
         if any(signal is not None for signal in signals):
             raise RuntimeError(
                 "gradients must not be scaled with gradient release, got a GradScaler: parameters "
@@ -194,7 +190,6 @@ def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:
 
 
 def _check(options: Options) -> None:
-    """Raise if gradients cannot be released with these options."""
     if options.use_decoupled_grad:
         raise NotImplementedError(
             "use_decoupled_grad must be False for gradient release, got True: autograd calls "

@@ -159,7 +159,6 @@ class MasterWeightOptimizer(Optimizer):
         self._exchange(masters)
 
     def _leave(self, keeps: bool = True) -> None:
-        """Put parameters back, and their masters into the states if these are kept."""
         masters, self._masters = self._masters, {}
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._exchange({master: param for param, master in masters.items()})
@@ -216,9 +215,6 @@ class MasterWeightOptimizer(Optimizer):
         Args:
             closure: Re-evaluates the model and returns the loss, or None. If the inner optimizer
                 calls it several times, the parameters are written before every further call.
-
-        Returns:
-            What the inner optimizer returns.
 
         Raises:
             RuntimeError: If a gradient is sparse, a parameter has another shape or device than its

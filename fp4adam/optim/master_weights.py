@@ -83,13 +83,10 @@ def together(targets: Iterable[Target]) -> list[list[Target]]:
 
 
 def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
-    """Decide which loaded masters stand, of targets that share scales; every rank has to call it.
+    """Decide which loaded masters in ``states`` stand; every rank has to call it.
 
-    Weights that were loaded as plain values get the exact bytes of masters that stand.
-
-    Args:
-        peers: The targets with a loaded master.
-        states: Their states with these, in FP32 or as remainders.
+    Weights that were loaded as plain values get the exact bytes of masters that stand. ``peers``
+    are those that share scales.
     """
     settle_written(sharded_weights(p.owner for p in peers))
     scales = peers[0].scales

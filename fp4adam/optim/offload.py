@@ -60,7 +60,6 @@ class OffloadedEngine(Engine):
             part.settle()
 
     def _wait(self) -> None:
-        """Wait until the host has the states of the last step."""
         for link in self._links.values():
             link.wait()
 
@@ -137,7 +136,7 @@ class OffloadedEngine(Engine):
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
-        """Make new buffers for all chunks of a link if one of them does not fit into its buffer."""
+        """Make new buffers if a chunk does not fit into its own."""
         link = chunk.link
         if chunk.nbytes <= len(link.buffers[chunk.number]):
             return
@@ -159,10 +158,9 @@ class OffloadedEngine(Engine):
 
 
 def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states.
+    """Divide parameters into chunks of at most ``CHUNK_BYTES`` of FP32 states, or one unit.
 
-    A larger parameter is a chunk of its own. Those of a unit stay together, and those of different
-    devices apart. All ranks get the same chunks of sharded parameters.
+    Each is on one device. All ranks get the same chunks of sharded parameters.
     """
     found: list[list[Tensor]] = []
     last: dict[torch.device, tuple[list[Tensor], int]] = {}

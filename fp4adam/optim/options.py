@@ -22,14 +22,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What an optimizer was made with; its parameters and engines share one object.
-
-    Attributes:
-        name: The optimizer's class, for error messages.
-        capturable: Whether step counts and scalars stay on the device, for CUDA graphs.
-
-    The others are arguments of :class:`FP4Adam`.
-    """
+    """What an optimizer was made with: the ``name`` of its class, and arguments of it."""
 
     name: str = "FusedAdam"
     capturable: bool = False

@@ -98,10 +98,7 @@ def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:
 
 
 def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = None) -> Tensor:
-    """The int8 remainder of a float32 master whose codes are in ``param``.
-
-    ``dither``: int32 in its shape, the upper bits of which round; None rounds to the nearest.
-    """
+    """The int8 remainder of a float32 master; int32 ``dither`` rounds it, or to the nearest."""
     difference = master - param.detach().dequantize(torch.float32)
     inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
     steps = difference.mul_(inverse)

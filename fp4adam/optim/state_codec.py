@@ -1,11 +1,9 @@
 """Codecs that store optimizer states in 8 or 16 bits: codes, block scales, and dither.
 
-Rounding is stochastic. With rounding to nearest, a moving average that changes by less than half
-the spacing of two codes would never move. Here the bits that a code drops set the probability of
-rounding up, so the average is right in expectation. The dither must be independent from step to
-step, because rounding errors stay in the average and meet the next dither. It is a hash of element
-index and step (:func:`dither_bits`), so shards, kernels and resumed runs draw the same bits. The
-step is mixed thoroughly, on the host; what neighbours share matters less.
+Rounding is stochastic, or a moving average that changes by less than half the spacing of two codes
+would never move. The dither must be independent from step to step, because rounding errors stay in
+the average and meet the next one. It is a hash of element index and step (:func:`dither_bits`), so
+shards, kernels and resumed runs draw the same bits. The step is mixed thoroughly, on the host.
 
 Scales are powers of two, one byte per 32 consecutive elements. Decoding is exact (above 2**-126),
 and a decoded value encodes to itself with any dither.
@@ -146,10 +144,7 @@ class BFloat16(StateCodec):
 
 
 class BlockCodec(StateCodec):
-    """Codes relative to a power-of-two scale that follows from the block's largest magnitude.
-
-    A block with a NaN or an Inf has scale 255 and decodes to NaN throughout.
-    """
+    """Codes relative to a scale that follows from the block's amax; with NaN or Inf all are NaN."""
 
     scaled = True
     top: int  # exponent of the largest code

@@ -132,10 +132,7 @@ def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
 def saved_state(
     member: Target, state: State, is_stale: bool, compact: bool, as_te: bool = False
 ) -> State:
-    """The state of a parameter in the form of a checkpoint, in torch's order of names.
-
-    ``is_stale``: True if the master restarts from the parameter, whose value is saved in its place.
-    """
+    """The state of a parameter in a checkpoint; if stale, with its value in the master's place."""
     state = dict(state)
     if is_stale:
         member.master.store(state, member.value())
@@ -170,11 +167,7 @@ def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
 def loaded(
     engine: Engine, state_dict: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[Any, Any], Groups, dict[Tensor, State]]:
-    """New states and groups from a state dict.
-
-    Returns:
-        The states without masters, the groups, and the saved states by parameter, from which
-        :func:`load_masters` takes these.
+    """New states without masters, groups, and the saved states, for :func:`load_masters`.
 
     Raises:
         ValueError: If groups, shapes, dtypes, placements or numbers do not fit.
@@ -335,11 +328,7 @@ def given_master(member: Target, saved: State) -> State:
 
 
 def adopt_master(member: Target, master: Tensor) -> bool:
-    """Copy a master into an FP32 parameter if that has been rounded to 16 bits since.
-
-    Returns:
-        False if the parameter has another value, which stands.
-    """
+    """Copy a master into an FP32 parameter that has been rounded to 16 bits since; else False."""
     param, master = member.param.detach(), master.to(member.param.device)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if not any(torch.equal(param, master.to(dtype).float()) for dtype in dtypes):
@@ -454,10 +443,7 @@ def _check_tensor(
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Raise unless a saved value is a dense tensor: floating point, and of the parameter's shape.
-
-    Or of another dtype or shape.
-    """
+    """Raise unless a saved value is a dense tensor of this shape and dtype, or floating point."""
     kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
     is_right = kind == dtype or dtype is None and getattr(kind, "is_floating_point", False)
     if not is_right:

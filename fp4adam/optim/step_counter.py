@@ -70,7 +70,7 @@ class StepCounter:
     Attributes:
         groups: What takes part; empty if nothing does.
         rows: For each member its row of scalars: the index of its group in ``groups``.
-        launches: None; those of a :class:`DeviceCounter`.
+        launches: Those of a :class:`DeviceCounter`.
     """
 
     launches = ()

@@ -191,11 +191,7 @@ class StepPlan:
         found_inf: Tensor | None,
         captures: bool,
     ) -> list[tuple]:
-        """Upload what has changed and launch the kernels on all devices.
-
-        Returns:
-            The launches that wait for other ranks, each with its signals.
-        """
+        """Launch the kernels; returns those that wait for other ranks, with their signals."""
         launches: list[tuple] = []
         if not self._parts:
             return launches
@@ -252,9 +248,7 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
     the next step continues from whatever it holds.
 
-    Args:
-        members: The parameters.
-        more_names: Names of state tensors that the kernels use besides ``state_names``.
+    ``more_names``: State tensors that the kernels use besides ``state_names``.
     """
     columns: list[Column] = []
     marked: dict[int, list[Target]] = {}  # by column

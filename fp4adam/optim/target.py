@@ -167,10 +167,7 @@ class Target:
         self.param.copy_(split_master(master)[0] if self.master.name == REST else master)
 
     def free_initial_value(self, updates: bool = True) -> None:
-        """Free the value before quantization, which the master has replaced.
-
-        ``updates``: False if steps leave the parameter as it is.
-        """
+        """Free the value before quantization; kept if the step ``updates`` nothing."""
 
     # Who has written it: is its master its own?
 
@@ -241,10 +238,7 @@ class Target:
         self.master.store(state, value)
 
     def hold_master(self, master: Tensor, step: int) -> None:
-        """Keep an FP32 value until its codes are written, if no state does.
-
-        Without a master, it is rounded in place to what codes can be.
-        """
+        """Keep an FP32 value until its codes are written; rounded to them without a master."""
         if self._starts_from_codes:
             self.new_master = master, step
         if self.master.codec is CODES:
@@ -488,9 +482,7 @@ def is_own_master(owner: Tensor) -> bool:
 class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
-    Attributes:
-        options: The options that they have in common.
-        places: The places of parameters in the groups, equal on all ranks and in runs that go on.
+    ``places``: Those of parameters in the groups, equal on all ranks and in runs that go on.
     """
 
     def __init__(self, options: Options) -> None:
@@ -546,7 +538,6 @@ class Targets:
 
 
 def scales_of(owner: Tensor) -> Hashable:
-    """A key that is equal for tensors that share scales; see ``Target.scales``."""
     own = local(owner)
     is_in_group = isinstance(own, QuantizedTensor) and own._shared.scale_group is not None
     return own._shared.scale_group if is_in_group else owner

@@ -79,6 +79,14 @@ def _to_copy(
     return tensor._map_storage(move, dtype, keeps_init_val=True)
 
 
+# Under inference_mode torch does not make _to_copy of it, as FSDP2 needs for offloaded shards.
+@implements_operator(aten.to.device)
+@implements_operator(aten.to.dtype)
+@implements_operator(aten.to.dtype_layout)
+def _to(func: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    return func.decompose(*args, **kwargs)
+
+
 # Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.
 @implements_operator(aten.empty_like.default)
 def _empty_like(

@@ -17,6 +17,8 @@ from fp4adam.tensors.te_names import QuantizerNames
 T = TypeVar("T", bound=Tensor)  # the class of a format's tensors
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What a class derived from one with kernels must leave as it is, to be run by them.
+ARITHMETIC = {"encode", "decode", "factors", "measure", "take_amaxes"}
 
 
 class Operands(NamedTuple):
@@ -168,12 +170,12 @@ class Quantizer(QuantizerNames, Generic[T]):
     @functools.cached_property
     def has_kernels(self) -> bool:
         """Whether kernels give the bits of this class: not where it has arithmetic of its own."""
-
-        def owner(name: str) -> type:
-            return next(base for base in type(self).__mro__ if name in vars(base))
-
-        own = map(owner, ("encode", "decode", "factors", "measure", "take_amaxes"))
-        return self.kernels and all(issubclass(owner("kernels"), each) for each in own)
+        for base in type(self).__mro__:  # from the class to its bases
+            if "kernels" in vars(base):
+                return self.kernels
+            if not vars(base).keys().isdisjoint(ARITHMETIC):
+                return False
+        return False
 
     def uses_kernels(self, device: torch.device) -> bool:
         return self.has_kernels and backend.uses_kernels(device)

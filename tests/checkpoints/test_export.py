@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -31,7 +30,7 @@ from fp4adam.checkpoints.reader import CheckpointReader
 from fp4adam.tensors.swizzle import swizzle_padded
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
-from test_fsdp import fixed_grads, set_grads
+from twins import fixed_grads, set_grads
 
 ROWWISE_NVFP4 = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 CASES = [
@@ -154,17 +153,6 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert torch.equal(optimizer.state[other.up.weight]["master_param"], values)
 
 
-def test_modelopt_describes_itself_twice(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path, "modelopt")
-    content = json.loads((tmp_path / "hf_quant_config.json").read_text())
-    assert content["quantization"] == {
-        "quant_algo": "W4A16_NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": 16,
-        "exclude_modules": ["lm_head"],
-    }
-
-
 @pytest.mark.parametrize("kind", [NVFP4Quantizer, MXFP8Quantizer])
 def test_scales_come_in_the_order_of_gemms_too(kind, tmp_path):
     quantizer = kind(optimize_for_gemm=True)
@@ -262,16 +250,6 @@ def test_masters_of_overwritten_parameters_are_what_was_written(tmp_path):
     assert torch.equal(stored["down.weight"], optimizer.state[model.down.weight]["master_param"])
 
 
-def test_masters_of_another_optimizer_are_the_parameters(tmp_path):
-    model = build(None)
-    optimizer = AdamW(model.parameters())
-    train(model, optimizer)
-    export_masters(model, optimizer, tmp_path)
-    assert torch.equal(
-        load_file(tmp_path / "model.safetensors")["up.weight"], model.up.weight.float()
-    )
-
-
 def test_names_are_those_without_wrappers(tmp_path):
     model = build("nvfp4")
     export_checkpoint(model, tmp_path / "plain")
@@ -324,17 +302,6 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
         assert calls == ["up"]
 
 
-def test_nothing_is_imported_where_something_cannot_go_along(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    model = build(None, seed=1)
-    model.up.weight.quantizer = "mine"
-    before, weight = bytes_of(model), model.down.weight
-    with pytest.raises(ValueError, match="'up' must have no attribute 'quantizer'"):
-        import_checkpoint(model, tmp_path)
-    assert_identical(bytes_of(model), before)
-    assert model.down.weight is weight
-
-
 def test_buffers_that_nobody_fills_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
@@ -343,18 +310,6 @@ def test_buffers_that_nobody_fills_are_refused(tmp_path):
     with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
-
-
-def import_into_a_replica(rank: int, folder: str) -> None:
-    replica = nn.parallel.DistributedDataParallel(build(None, seed=1))
-    with pytest.raises(ValueError, match="wrapped by DistributedDataParallel"):
-        import_checkpoint(replica, folder)
-    assert not any(isinstance(param, QuantizedTensor) for param in replica.parameters())
-
-
-def test_replicas_are_imported_before_they_are_wrapped(tmp_path):
-    export_checkpoint(build("nvfp4"), tmp_path)
-    run_ranks(import_into_a_replica, 1, str(tmp_path))
 
 
 # State dict hooks
@@ -414,24 +369,6 @@ def test_hooks_may_change_names(tmp_path):
     master = optimizer.state[model.down.weight]["master_param"]
     assert torch.equal(stored["decoder.weight"], master)
     assert stored["version"] == 2 and not {"down.weight", "steps"} & stored.keys()
-
-
-def test_entries_of_hooks_are_written_and_not_read(tmp_path):
-    def add(module, state, prefix, metadata):
-        state["version"] = torch.tensor(2)
-        del state["steps"]
-
-    model, other = build("nvfp4"), build(None, seed=1)
-    for each in (model, other):
-        each.register_state_dict_post_hook(add)
-    export_checkpoint(model, tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["version"] == 2
-    other.steps.fill_(5)
-    import_checkpoint(other, tmp_path)
-    assert other.steps == 5
-    assert torch.equal(
-        other.up.weight.dequantize(torch.float32), model.up.weight.dequantize(torch.float32)
-    )
 
 
 def test_parameters_that_a_hook_computes_something_from(tmp_path):

@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_export import LAYOUT_OF, build, bytes_of
@@ -24,7 +23,7 @@ from helpers import assert_identical
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-EXAMPLES = 150  # of each format, in each of two tests
+EXAMPLES = 150  # of each format
 OTHERS = [recipe for recipe in LAYOUT_OF if recipe != "nvfp4"]
 
 
@@ -90,17 +89,26 @@ def put_header(folder: Path, header: dict[str, Any] | bytes) -> None:
 # Files
 
 
-@pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 100, -1000, -1])
-def test_truncated_files(left, folder):
-    data = (folder / FILE).read_bytes()
-    (folder / FILE).write_bytes(data[:left])
+def cut_to(left: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:left])
+
+
+def add_bytes(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes() + b"more")
+
+
+def announce_more(folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2**20, 2**22], "data_offsets": [0, 2**44]}
+    put_header(folder, {"up.weight_packed": entry})
+
+
+FILES = [*map(cut_to, (0, 1, 7, 8, 9, 100, -1000, -1)), add_bytes, announce_more]
+
+
+@pytest.mark.parametrize("harm", FILES, ids=range(len(FILES)))
+def test_damaged_files(harm, folder):
+    harm(folder)
     refused(folder, "model.safetensors' must be a whole safetensors file, got .* copy it")
-
-
-def test_bytes_after_the_last_tensor(folder):
-    with (folder / FILE).open("ab") as file:
-        file.write(b"more")
-    refused(folder, "must be a whole safetensors file")
 
 
 JSON = {
@@ -149,11 +157,7 @@ def test_paths_in_an_index(path, shards, tmp_path, monkeypatch):
     change_json(shards / INDEX, lambda index: index["weight_map"].update({"up.bias": path}))
     opened = []
     monkeypatch.setattr(Path, "open", watched(Path.open, opened))
-    refused(
-        shards,
-        "must (be a|have a weight_map|lie in|exist)",
-        (ValueError, FileNotFoundError),
-    )
+    refused(shards, "must (be a|have a weight_map|lie in|exist)", (ValueError, FileNotFoundError))
     assert all(path.parent == shards for path in opened)
 
 
@@ -203,12 +207,6 @@ def test_the_cache_of_the_hub(folder, tmp_path):
     (snapshot / FILE).unlink()
     (snapshot / FILE).symlink_to(folder / FILE)
     refused(snapshot, "must lie in")
-
-
-def test_links_within_the_folder(folder):
-    (folder / FILE).rename(folder / "other")
-    (folder / FILE).symlink_to("other")
-    import_checkpoint(build(None, seed=1), folder)
 
 
 # Names
@@ -296,22 +294,6 @@ def test_nothing_is_read_before_shapes_and_dtypes_fit(dtype, folder, monkeypatch
     refused(folder, "'down.weight_scale' must have shape")
 
 
-def test_a_file_that_no_memory_can_map(folder):
-    header = header_of(folder)
-    end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
-    header["more"] = {"dtype": "U8", "shape": [2**43], "data_offsets": [end, end + 2**43]}
-    put_header(folder, header)
-    with (folder / FILE).open("ab") as file:
-        file.truncate(file.tell() + 2**43)
-    refused(folder, "must be a whole safetensors file|all that the checkpoint has, lacks 1")
-
-
-def test_a_file_that_announces_more_than_it_holds(folder):
-    entry = {"dtype": "F32", "shape": [2**20, 2**22], "data_offsets": [0, 2**44]}
-    put_header(folder, {"up.weight_packed": entry})
-    refused(folder, "must be a whole safetensors file")
-
-
 # Configurations
 
 
@@ -328,19 +310,6 @@ CONFIGS = [
 def test_configurations_of_odd_types(content, match, folder):
     (folder / "config.json").write_text(json.dumps(content))
     refused(folder, match)
-
-
-def test_code_that_a_configuration_names_is_not_run(folder, monkeypatch):
-    """Checkpoints of models with code of their own are imported; the code is the user's affair."""
-    name = "configuration_of_others"
-    (folder / f"{name}.py").write_text("raise SystemExit('run')")
-    change_json(
-        folder / "config.json",
-        lambda config: config.update(auto_map={"AutoConfig": f"{name}.Config"}, model_type=name),
-    )
-    monkeypatch.syspath_prepend(folder)
-    import_checkpoint(build(None, seed=1), folder)
-    assert name not in sys.modules
 
 
 # Anything
@@ -386,35 +355,4 @@ def test_mutations(sound, data, tmp_path_factory):
     else:
         assert isinstance(model.up.weight, QuantizedTensor)
         assert isinstance(model.down.weight, QuantizedTensor)
-    shutil.rmtree(folder)
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda values: (
-        st.lists(values, max_size=3)
-        | st.dictionaries(st.sampled_from(["a", "weights", "format", "quant_algo"]), values)
-    ),
-    max_leaves=6,
-)
-KEYS = ["quant_method", "format", "config_groups", "quant_algo", "quantized_layers", "scale_fmt",
-        "weight_block_size", "ignore"]  # fmt: skip
-
-
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(changes=st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3))
-@example(changes={"format": "mixed-precision", "config_groups": {"a": {"weights": {}}}})
-def test_configurations_of_anything(sound, changes, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("config")
-    for path in sound.iterdir():
-        shutil.copy(path, folder)
-    change_json(folder / "config.json", lambda c: c["quantization_config"].update(changes))
-    try:
-        import_checkpoint(build(None, seed=1), folder)
-    except ValueError as error:
-        assert type(error) is ValueError
     shutil.rmtree(folder)

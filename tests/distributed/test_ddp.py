@@ -23,8 +23,7 @@ from helpers import assert_identical
 from ranks import home, run
 
 FORMATS = ("nvfp4", "mxfp8", "float8block")
-CASES = (*((recipe, torch.float32) for recipe in FORMATS), (None, torch.bfloat16))
-IDS = [recipe or "bfloat16" for recipe, _ in CASES]
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 ROWS, COLS = 64, 32
 
 Model = Callable[[Tensor], Tensor]
@@ -53,68 +52,78 @@ def loss_of(model: Model, step: int, rank: int, **options: bool) -> Tensor:
     return (model(x, **options) - y).square().mean()
 
 
-def adam(model: nn.Module, mode: str = "plain") -> FP4Adam:
-    states = "8bit" if mode == "8bit" else "32bit"
-    return FP4Adam(model.parameters(), lr=1e-2, weight_decay=0.1, states=states)
-
-
-def snapshot(model: nn.Module, optimizer: FP4Adam) -> list[dict[str, Tensor]]:
+def snapshot(model: nn.Module, optimizer: FP4Adam | None) -> list[dict[str, Tensor]]:
     """The bytes of parameters, and all of their states."""
     weights = []
     for param in map(local, model.parameters()):
         is_plain = not isinstance(param, QuantizedTensor)
         weights.append({"value": param.detach()} if is_plain else param.storage_tensors())
-    states = [{k: local(v) for k, v in state.items()} for state in optimizer.state.values()]
+    own = {} if optimizer is None else optimizer.state
+    states = [{k: local(v) for k, v in state.items()} for state in own.values()]
     return [{k: torch.as_tensor(v).clone() for k, v in x.items()} for x in (*weights, *states)]
 
 
-def assert_one_outcome(results: list[Any]) -> None:
-    for other in results[1:]:
-        assert_identical(other, results[0])
-
-
-# DistributedDataParallel, in the ways that it is used.
-
-MODES = {
-    "plain": {},
-    "static_graph": {"static_graph": True},
-    "find_unused": {"find_unused_parameters": True},
-    "bucket_views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
-    "no_sync": {},
-    "8bit": {},
-    "compiled": {},
+# Each mode of making replicas equal or keeping them so, the options of DistributedDataParallel,
+# and those of the optimizer.
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "static_graph": ({"static_graph": True}, {}),
+    "find_unused": ({"find_unused_parameters": True}, {}),
+    "bucket_views": ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}, {}),
+    "no_sync": ({}, {}),
+    "8bit": ({}, {"states": "8bit"}),
+    "compiled": ({}, {}),
+    "zero": ({}, {}),
+    "zero, 8bit": ({}, {"states": "8bit"}),
+    "replicate": ({}, {}),  # of FSDP2, which leaves it to the ranks to start alike
+    "replicate, 8bit": ({}, {"states": "8bit"}),
 }
 
 
-def train_replicas(rank: int, recipe: str | None, dtype: torch.dtype, mode: str) -> list[Any]:
+def make_optimizer(model: nn.Module, mode: str, **options: Any) -> torch.optim.Optimizer:
+    settings = dict(OPTIONS, **MODES[mode][1], **options)
+    if mode.startswith("zero"):
+        return ZeroRedundancyOptimizer(model.parameters(), FP4Adam, **settings)
+    return FP4Adam(model.parameters(), **settings)
+
+
+def train_replicas(
+    rank: int, recipe: str | None, dtype: torch.dtype, mode: str, **options: Any
+) -> list[Any]:
+    torch.manual_seed(1000 if mode.startswith("replicate") else 1000 + rank)
     replica = Net(recipe, dtype)
-    model = DistributedDataParallel(replica, **MODES[mode])
-    optimizer = adam(replica, mode)
-    called = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    if mode.startswith("replicate"):
+        mesh = init_device_mesh(home().type, (2,), mesh_dim_names=("replicate",))
+        model = called = replicate(replica, mesh=mesh)
+    else:
+        model = called = DistributedDataParallel(replica, **MODES[mode][0])
+    if mode == "compiled":
+        called = torch.compile(model, backend="aot_eager")
+    optimizer = make_optimizer(replica, mode, **options)
     for step in range(3):
-        options = {"everything": step != 1} if mode == "find_unused" else {}
-        optimizer.zero_grad()
+        skips = {"everything": step != 1} if mode == "find_unused" else {}
+        model.zero_grad()
         if mode == "no_sync":
             with model.no_sync():
                 loss_of(called, step + 3, rank).backward()
-        loss_of(called, step, rank, **options).backward()
+        loss_of(called, step, rank, **skips).backward()
         optimizer.step()
-    return snapshot(replica, optimizer)
+    return snapshot(replica, None if mode.startswith("zero") else optimizer)
 
 
 def train_alone(recipe: str | None, dtype: torch.dtype, mode: str) -> list[Any]:
     """What :func:`train_replicas` computes on two ranks, in one process."""
     torch.manual_seed(1000)  # of rank 0
     model = Net(recipe, dtype)
-    optimizer = adam(model, mode)
+    optimizer = FP4Adam(model.parameters(), **OPTIONS, **MODES[mode][1])
     for step in range(3):
-        options = {"everything": step != 1} if mode == "find_unused" else {}
+        skips = {"everything": step != 1} if mode == "find_unused" else {}
         grads = []
         for rank in range(2):
             optimizer.zero_grad()
             if mode == "no_sync":
                 loss_of(model, step + 3, rank).backward()
-            loss_of(model, step, rank, **options).backward()
+            loss_of(model, step, rank, **skips).backward()
             grads.append([param.grad for param in model.parameters()])
         for param, *both in zip(model.parameters(), *grads, strict=True):
             if both[0] is not None:
@@ -123,28 +132,28 @@ def train_alone(recipe: str | None, dtype: torch.dtype, mode: str) -> list[Any]:
     return snapshot(model, optimizer)
 
 
-@pytest.mark.parametrize("recipe, dtype", CASES, ids=IDS)
-def test_replicas_that_start_differently_are_the_training_of_rank_0(recipe, dtype):
-    results = run(train_replicas, 2, recipe, dtype, "plain")
-    assert_one_outcome(results)
-    if not torch.cuda.is_available():  # GPUs multiply otherwise
-        assert_identical(results[0], train_alone(recipe, dtype, "plain"))
+def train_cases(rank: int, cases: list[tuple]) -> list[list[Any]]:
+    return [train_replicas(rank, *case) for case in cases]
 
 
-@pytest.mark.parametrize("mode", [*MODES][1:])
-def test_modes(mode):
-    results = run(train_replicas, 2, "nvfp4", torch.float32, mode)
-    assert_one_outcome(results)
-    if mode != "compiled" and not torch.cuda.is_available():
-        assert_identical(results[0], train_alone("nvfp4", torch.float32, mode))
+PLAIN = [(recipe, torch.float32) for recipe in FORMATS] + [(None, torch.bfloat16)]
+ALL_FORMATS = ("plain", "zero", "replicate")
+TWO = [(*case, mode) for case in PLAIN for mode in ALL_FORMATS]
+TWO += [("nvfp4", torch.float32, mode) for mode in MODES if mode not in ALL_FORMATS]
+THREE = [*((*case, "plain") for case in PLAIN), *((r, torch.float32, "zero") for r in FORMATS)]
 
 
-def train_all_cases(rank: int) -> list[Any]:
-    return [x for case in CASES for x in train_replicas(rank, *case, "plain")]
-
-
-def test_three_replicas():
-    assert_one_outcome(run(train_all_cases, 3))
+@pytest.mark.parametrize("world_size, cases", [(2, TWO), (3, THREE)], ids=["two", "three"])
+def test_replicas_that_start_differently_are_the_training_of_rank_0(world_size, cases):
+    results = run(train_cases, world_size, cases, timeout=300.0)
+    for case, first, *others in zip(cases, *results, strict=True):
+        for other in others:
+            assert_identical(other, first, str(case))
+        # GPUs multiply otherwise, and compiled code in another order.
+        if world_size == 2 and case[2] != "compiled" and not torch.cuda.is_available():
+            alone = train_alone(*case)[: len(first)]
+            for a, b in zip(first, alone, strict=True):  # shards do without what can be derived
+                assert_identical(a, {name: b[name] for name in a}, str(case))
 
 
 def quantize_differently(rank: int) -> None:
@@ -158,76 +167,15 @@ def test_replicas_of_another_format_are_refused_on_every_rank():
     run(quantize_differently, 2)
 
 
-# Others that make replicas equal, or keep them so.
-
-
-def keep_equal_starts(
-    rank: int, recipe: str | None, dtype: torch.dtype, mode: str = "plain"
-) -> list[Any]:
-    """replicate() of FSDP2, which leaves it to the ranks to start alike."""
-    torch.manual_seed(1000)
-    model = Net(recipe, dtype)
-    replicate(model, mesh=init_device_mesh(home().type, (2,), mesh_dim_names=("replicate",)))
-    optimizer = adam(model, mode)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step, rank).backward()
-        optimizer.step()
-    return snapshot(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    "recipe, dtype, mode",
-    [*((*case, "plain") for case in CASES), ("nvfp4", torch.float32, "8bit")],
-    ids=[*IDS, "8bit"],
-)
-def test_composable_replicate(recipe, dtype, mode):
-    results = run(keep_equal_starts, 2, recipe, dtype, mode)
-    assert_one_outcome(results)
-    if torch.cuda.device_count() >= 2:
-        return  # one process computes on the CPU, whose matmuls have other bits than a GPU's
-    for a, b in zip(results[0], train_alone(recipe, dtype, mode), strict=True):
-        assert a.keys() <= b.keys()
-        for name in a:  # shards do without what can be derived
-            assert torch.equal(a[name].cpu(), b[name])
-
-
-def train_with_zero(rank: int, recipe: str, **options: Any) -> list[Any]:
-    torch.manual_seed(1000 + rank)
-    replica = Net(recipe, torch.float32)
-    model = DistributedDataParallel(replica)
-    settings = dict(lr=1e-2, weight_decay=0.1, **options)
-    optimizer = ZeroRedundancyOptimizer(replica.parameters(), FP4Adam, **settings)
-    for step in range(3):
-        model.zero_grad()
-        loss_of(model, step, rank).backward()
-        optimizer.step()
-    return snapshot(replica, FP4Adam(replica.parameters()))
-
-
-def zero_all_formats(rank: int, states: str) -> list[list[Any]]:
-    return [train_with_zero(rank, recipe, states=states) for recipe in FORMATS]
-
-
-@pytest.mark.parametrize("states, world_size", [("32bit", 2), ("32bit", 3), ("8bit", 2)])
-def test_zero_redundancy_optimizer(states, world_size):
-    results = run(zero_all_formats, world_size, states)
-    for i, recipe in enumerate(FORMATS):
-        outcomes = [result[i] for result in results]
-        assert_one_outcome(outcomes)
-        if world_size == 2 and not torch.cuda.is_available():
-            alone = train_alone(recipe, torch.float32, "8bit" if states == "8bit" else "plain")
-            assert_identical(outcomes[0], alone[: len(outcomes[0])])
-
-
 def misuse_wrappers(rank: int) -> None:
+    zero = "mxfp8", torch.float32, "zero"
     for flags in ({}, {"use_orig_params": True}):
         with pytest.raises(NotImplementedError, match="got FullyShardedDataParallel, which would"):
             FullyShardedDataParallel(Net("nvfp4", torch.float32), device_id=home(), **flags)
     with pytest.raises(NotImplementedError, match="parameters_as_bucket_view must be False"):
-        train_with_zero(rank, "mxfp8", parameters_as_bucket_view=True)
+        train_replicas(rank, *zero, parameters_as_bucket_view=True)
     with pytest.raises(ValueError, match="FP4Adam"):
-        train_with_zero(rank, "mxfp8", overlap_with_ddp=True)
+        train_replicas(rank, *zero, overlap_with_ddp=True)
 
 
 def test_wrappers_that_flatten_weights_are_refused():
@@ -239,13 +187,13 @@ def resume(rank: int) -> list[Any]:
     torch.manual_seed(0)
     first = Net("nvfp4", torch.float32)
     model, optimizer = Net("nvfp4", torch.float32), None
-    trained = adam(first)
+    trained = make_optimizer(first, "plain")
     loss_of(first, 0, 0).backward()
     trained.step()
     if rank == 0:
         model.load_state_dict(first.state_dict())
     ddp = DistributedDataParallel(model)
-    optimizer = adam(model)
+    optimizer = make_optimizer(model, "plain")
     saved = [trained.state_dict() if rank == 0 else None]
     dist.broadcast_object_list(saved, src=0)
     optimizer.load_state_dict(saved[0])
@@ -255,4 +203,6 @@ def resume(rank: int) -> list[Any]:
 
 
 def test_resuming_needs_the_state_of_the_optimizer_on_all_ranks():
-    assert_one_outcome(run(resume, 3))
+    first, *others = run(resume, 3)
+    for other in others:
+        assert_identical(other, first)

@@ -31,7 +31,7 @@ from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.optim.state_tensor import SCALES
 from helpers import assert_identical
 from ranks import all_ranks, home, run, use_kernels
-from test_fsdp import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
+from twins import build, bytes_of, fixed_grads, full, gathered_bytes, whole_bytes
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 FULL = StateDictOptions(full_state_dict=True)

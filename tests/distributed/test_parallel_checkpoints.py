@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4adam import FP4Adam, QuantizedTensor
 from fp4adam.distributed.dtensor import local
 from ranks import all_ranks, home, run_ranks
-from test_fsdp import OPTIONS, fixed_grads
 from test_tensor_parallel import RECIPES, assert_parts, build, distribute, part_of, set_grads
+from twins import OPTIONS, fixed_grads
 
 Pair = tuple[nn.Module, FP4Adam]
 NAMES = ["nvfp4", "mxfp8", "float8block"]

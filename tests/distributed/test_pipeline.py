@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from fp4adam import FP4Adam, quantize_model
 from helpers import assert_identical
 from ranks import home, run_ranks
-from test_fsdp import OPTIONS, whole_bytes
+from twins import OPTIONS, whole_bytes
 
 MICROBATCHES = 4
 

@@ -18,11 +18,9 @@ from fp4adam import FP4Adam, check_shards, hf_scale_groups, quantize_model
 from fp4adam.distributed.dtensor import local
 from helpers import assert_identical
 from late_link import LateLink, offload_to
-from ranks import all_ranks, home, run, use_kernels
-from test_fsdp import build, fixed_grads, gathered_bytes, set_grads
+from ranks import all_ranks, home, run
 from test_sharded_release import Layer, backward
-
-OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+from twins import OPTIONS, gathered_bytes
 
 
 def make(recipe: str, offloads: bool, **options: Any) -> tuple[nn.Sequential, FP4Adam]:
@@ -65,7 +63,7 @@ def train_shards(rank: int, recipe: str, releases: bool, states: str) -> None:
         for state in optimizer.state.values():
             assert all(local(value).device.type == "cpu" for value in state.values())
         assert_same_states(optimizer, resident)
-        both = (gathered_bytes(m, [m, *m]) for m in (model, other))
+        both = (gathered_bytes(m) for m in (model, other))
         assert_identical(*both)
         check_shards(model)
 
@@ -84,33 +82,6 @@ def test_the_bits_of_resident_states(
     recipe: str, releases: bool, world_size: int, states: str
 ) -> None:
     run(train_shards, world_size, recipe, releases, states)
-
-
-def step_by_kernels(rank: int) -> None:
-    """The plan of each chunk stays, although copies write to the bounded moments."""
-    use_kernels()
-    with offload_to(LateLink(), 12 * 16 * 32):
-        optimizers, plans = [], []
-        for offloads in (True, False):
-            model = build(32, 32, "nvfp4", torch.bfloat16)
-            fully_shard(model, mesh=all_ranks())
-            optimizer = FP4Adam(model.parameters(), **OPTIONS, offload_states=offloads)
-            for step in range(4):
-                set_grads(model, fixed_grads(model, step))
-                if step == 3:  # larger than the bound that the plan knows
-                    for state in optimizer.state.values():
-                        local(state["exp_avg"]).mul_(100.0)
-                optimizer.step()
-                if offloads:
-                    plans.append([part.plan for part in optimizer._whole._parts])
-            optimizers.append(optimizer)
-        assert plans[1] == plans[2] and plans[2] != plans[3]
-        assert_same_states(*optimizers)
-
-
-@pytest.mark.exhaustive
-def test_kernels() -> None:
-    run(step_by_kernels, 2)
 
 
 def save_and_load(rank: int, folder: str) -> None:

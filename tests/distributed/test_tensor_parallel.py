@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,18 +30,16 @@ from fp4adam import (
     QuantizedTensor,
     Recipe,
     check_shards,
-    export_checkpoint,
     quantize_model,
 )
 from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
-from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors.swizzle import new_gemm_scale
 from fp4adam.tensors.transpose import transposed_codes
-from helpers import assert_identical, value_of
-from ranks import device_for, home, run_ranks, use_kernels
-from test_fsdp import OPTIONS, fixed_grads
+from helpers import value_of
+from ranks import home, run_ranks
+from twins import OPTIONS, fixed_grads
 
 RECIPES: dict[str, tuple[Any, int]] = {
     "nvfp4": ("nvfp4", 32),
@@ -144,39 +141,6 @@ def assert_equal_state(optimizer: FP4Adam, expected: FP4Adam) -> None:
             assert torch.equal(local(a[name]), part_of(param, b[name])), name
 
 
-def step_in_parallel(rank: int, names: list[str], parallel: int, by_kernels: bool) -> None:
-    if by_kernels:
-        use_kernels()
-    for name in names:
-        recipe, width = RECIPES[name]
-        whole = build(recipe, width)
-        # Ranks need not begin with the same weights: those of the first one are distributed.
-        model = distribute(build(recipe, width, seed=rank % parallel), parallel)
-        assert_parts(model, whole)
-        expected = FP4Adam(whole.parameters(), **OPTIONS)
-        optimizer = FP4Adam(model.parameters(), **OPTIONS)
-        for step in range(2 if by_kernels else 4):
-            grads = fixed_grads(whole, step)
-            for pair in ((whole, expected), (model, optimizer)):
-                set_grads(pair[0], grads)
-                pair[1].step()
-            assert_parts(model, whole)
-            assert_equal_state(optimizer, expected)
-        check_shards(model)
-
-
-@pytest.mark.parametrize(
-    "world_size, names",
-    [
-        (2, ["nvfp4", "mxfp8", "float8block"]),
-        (4, ["nvfp4", "nvfp4, cut by FSDP2"]),
-        pytest.param(4, [*RECIPES], marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_step_has_the_bits_of_one_process(world_size, names):
-    run_ranks(step_in_parallel, world_size, names, 2, False)
-
-
 def complete_parts(rank: int, names: list[str], parallel: int) -> None:
     """Parts round their remainders with another dither, so they follow one process closely."""
     for name in names:
@@ -204,13 +168,6 @@ def complete_parts(rank: int, names: list[str], parallel: int) -> None:
 def test_remainders_of_parts(world_size):
     names = ["nvfp4", "mxfp8"] if world_size == 2 else ["nvfp4, cut by FSDP2"]
     run_ranks(complete_parts, world_size, names, 2)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_kernels_have_the_bits_of_one_process(world_size):
-    names = ["nvfp4"] if world_size == 2 else ["nvfp4, for GEMMs", "mxfp8"]
-    device = device_for(world_size)
-    run_ranks(step_in_parallel, world_size, names, 2, True, device=device)
 
 
 def loss_of(model: nn.Module, width: int, in_sequence: bool, step: int = 0) -> Tensor:
@@ -309,28 +266,6 @@ def test_quantized_operands():
     run_ranks(multiply_codes, 2)
 
 
-def share_an_amax(rank: int) -> None:
-    def build_group() -> Block:
-        torch.manual_seed(0)
-        model = Block(32).to(home(), torch.bfloat16)
-        return quantize_model(model, "nvfp4", scale_groups=[["up.weight", "down.weight"]])
-
-    whole, model = build_group(), distribute(build_group(), 2)
-    expected, optimizer = (FP4Adam(m.parameters(), **OPTIONS) for m in (whole, model))
-    for step in range(3):
-        for pair in ((whole, expected), (model, optimizer)):
-            set_grads(pair[0], fixed_grads(whole, step))
-            pair[1].step()
-        assert torch.equal(local(model.up.weight)._amax, local(model.down.weight)._amax)
-        assert_parts(model, whole)
-        assert_equal_state(optimizer, expected)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_scale_groups(world_size):
-    run_ranks(share_an_amax, world_size)
-
-
 def count_collectives(rank: int, parallel: int) -> None:
     model = distribute(build("nvfp4", 32), parallel)
     check_shards(model)  # scales that wait for other ranks take a collective of their own
@@ -362,41 +297,6 @@ def forward_alone(model: nn.Module, width: int) -> None:
         model.reshard()
 
 
-def load_values(rank: int, parallel: int) -> None:
-    """Values that are loaded are quantized with the amax of all parts before they are read."""
-    for name in ("nvfp4", "mxfp8", "float8block"):
-        recipe, width = RECIPES[name]
-        values = {n: p.detach() for n, p in build(None, width, seed=5).named_parameters()}
-        whole = build(recipe, width)
-        whole.load_state_dict(values)
-        model = distribute(build(recipe, width), parallel)
-        parts = {n: like(p, part_of(p, values[n])) for n, p in model.named_parameters()}
-        model.load_state_dict(parts)
-        forward_alone(model, width)
-        assert_parts(model, whole)
-        # Moved and cast models keep their bytes.
-        assert_parts(
-            copy.deepcopy(model).float() if parallel == dist.get_world_size() else model, whole
-        )
-        # On the meta device first; then values are initialized in place.
-        with torch.device("meta"):
-            empty = quantize_model(Block(width).to(torch.bfloat16), recipe)
-        distribute(empty, parallel).to_empty(device=home())
-        with torch.no_grad():
-            for n, param in empty.named_parameters():
-                param.copy_(parts[n])
-        forward_alone(empty, width)
-        assert_parts(empty, whole)
-        pairs = [(m, FP4Adam(m.parameters(), **OPTIONS)) for m in (whole, model, empty)]
-        for step in range(2):
-            for m, optimizer in pairs:
-                set_grads(m, fixed_grads(whole, step))
-                optimizer.step()
-        for m, optimizer in pairs[1:]:
-            assert_parts(m, whole)
-            assert_equal_state(optimizer, pairs[0][1])
-
-
 @torch.no_grad()
 def write_one_part(rank: int) -> None:
     model = distribute(build("nvfp4", 32), 2)
@@ -426,37 +326,6 @@ def write_one_part(rank: int) -> None:
 def test_a_part_that_one_rank_has_written_counts_on_all():
     """In both directions of the mesh."""
     run_ranks(write_one_part, 4, timeout=60.0)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_loaded_values_are_quantized_together(world_size):
-    run_ranks(load_values, world_size, 2)
-
-
-def export_parts(rank: int, folder: Path) -> None:
-    for name in ("nvfp4", "mxfp8", "float8block"):
-        recipe, width = RECIPES[name]
-        whole, model = build(recipe, width), distribute(build(recipe, width), 2)
-        for m in (whole, model):
-            optimizer = FP4Adam(m.parameters(), **OPTIONS)
-            set_grads(m, fixed_grads(whole, 0))
-            optimizer.step()
-        for layer in ("up", "down"):
-            gathered = gather_whole(getattr(model, layer).weight)
-            assert gathered.has_bytes_of(getattr(whole, layer).weight.detach())
-        layout = {"layout": "fp8"} if name == "float8block" else {}
-        export_checkpoint(model, folder / name / "parts", **layout)
-        export_checkpoint(whole, folder / name / str(rank), **layout)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_exports_are_those_of_one_process(world_size, tmp_path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    run_ranks(export_parts, world_size, tmp_path)
-    for name in ("nvfp4", "mxfp8", "float8block"):
-        parts, whole = (tmp_path / name / n / "model.safetensors" for n in ("parts", "0"))
-        assert_identical(load_file(parts), load_file(whole))
 
 
 def misuse(rank: int) -> None:

@@ -169,7 +169,7 @@ def test_checkpoints_have_the_names_of_the_hub(name, recipe, layout, tmp_path):
 
 def test_experts_that_transformers_misreads_are_warned_of(tmp_path):
     model = quantize_model(make("qwen3_moe", torch.bfloat16), "nvfp4", scale_groups=hf_scale_groups)
-    with pytest.warns(UserWarning, match="from_pretrained .* leaves their tensor scales out"):
+    with pytest.warns(UserWarning, match="from_pretrained .* leaves their scales out"):
         export_checkpoint(model, tmp_path)
 
 

@@ -86,7 +86,7 @@ def codes(model):
     return [{k: v.clone() for k, v in p.storage_tensors().items()} for p in quantized]
 
 
-@pytest.mark.filterwarnings("ignore:layout 'modelopt' with MXFP8 should be read by an engine")
+@pytest.mark.filterwarnings("ignore:MXFP8 weights in layout 'modelopt' should be read by an engine")
 @pytest.mark.parametrize("start", ["quantized", "imported", "adapted first"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_train_and_merge(recipe, start, tmp_path):

@@ -329,29 +329,3 @@ def test_other_ways_of_sharding_keep_the_adapter_protocol():
         assert_same(param._local_tensor._rowwise_data, expected.rowwise_data, "codes")
     finally:
         dist.destroy_process_group()
-
-
-def step_in_two_dimensions(rank: int) -> None:
-    """Replicas of shards: HSDP."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    whole = random((64, 32), 0, scale=0.1).bfloat16()
-    rows = slice(32 * (rank % 2), 32 * (rank % 2) + 32)
-    own = Float8Quantizer().make_empty((32, 32), dtype=whole.dtype)
-    Float8Quantizer().write(whole[rows], own.inner, amax=whole.abs().amax().float()[None])
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
-    shard = Parameter(DTensor(stand_in(own), spec, requires_grad=False))
-    expected = Parameter(Float8Quantizer().quantize(whole))
-    optimizers = [FP4Adam([param], **OPTIONS) for param in (shard, expected)]
-    for step in range(2):
-        expected.grad = random((64, 32), step).bfloat16()
-        shard.grad = like(shard, expected.grad[rows].contiguous())
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same(shard._local_tensor._data, expected.rowwise_data[rows], "codes")
-        assert_same(shard._local_tensor._scale_inv, expected.rowwise_scale_inv, "scale")
-
-
-@pytest.mark.exhaustive
-def test_replicas_of_shards():
-    run_ranks(step_in_two_dimensions, 4)

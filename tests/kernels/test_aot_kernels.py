@@ -23,6 +23,7 @@ LAUNCHED_MOST = (
     r"|span codes (mxfp8|float8 block) whole=True|dequantize nvfp4"
     r"|quantize vectors bf16 columnwise=True padded=True|fake quantize"
 )
+NIGHTLY = [pytest.mark.exhaustive, pytest.mark.nightly]
 EVERY = (pytest.mark.exhaustive, pytest.mark.every_kernel)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
@@ -396,7 +397,7 @@ def most_spilled() -> int:
     "sm, forms",
     [
         (90, LAUNCHED_MOST),
-        pytest.param(90, "", marks=pytest.mark.exhaustive),
+        pytest.param(90, "", marks=NIGHTLY),
         *(pytest.param(sm, "", marks=EVERY) for sm in CAPABILITIES[1:]),
     ],
     ids=["90-launched most", *map(str, CAPABILITIES)],
@@ -449,7 +450,7 @@ ONE_OF_EACH = r"adam bf16 with master$|step (nvfp4|mxfp8|float8)$"
     "sm, forms",
     [
         (75, ONE_OF_EACH),
-        pytest.param(86, LAUNCHED_MOST, marks=pytest.mark.exhaustive),
+        pytest.param(86, LAUNCHED_MOST, marks=NIGHTLY),
     ],
     ids=["75-one of each", "86"],
 )

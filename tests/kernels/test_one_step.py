@@ -61,7 +61,7 @@ STATES = {
     ),
     "amsgrad": dict(amsgrad=True),
     "int8 masters, amsgrad": dict(master_weight_dtype=torch.int8, amsgrad=True),
-    "no masters": dict(master_weights=False),
+    "no masters": dict(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
 }  # fmt: skip
 # In the quick run: the usual states of each format, and all states of these.
 EVERY_STATE = ("nvfp4", "mxfp8", "float8 block")
@@ -80,22 +80,26 @@ def cases():
                                marks=marks)  # fmt: skip
 
 
-def train(quantizer, shapes, device, **options):
-    """All inner tensors and states after three steps, the second one a large one."""
-    generator = torch.Generator().manual_seed(0)
-    params = [
-        torch.nn.Parameter(
-            quantizer.quantize((torch.randn(s, generator=generator) * 0.1).to(device))
-        )
-        for s in shapes
-    ]
-    optimizer = FP4Adam(params, lr=1e-2, **options)
+def large_then_small(shapes):
+    """Gradients of three steps, of which the second ones are large, with a NaN."""
+    generator = torch.Generator().manual_seed(1)
     for scale in (1, 10, 1):
-        for p in params:
-            grad = torch.randn(p.shape, generator=generator) * scale
-            if scale == 10:
+        grads = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+        if scale == 10:
+            for grad in grads:
                 grad[3, 1] = torch.nan
-            p.grad = grad.to(device)
+        yield 1e-2, grads
+
+
+def train(quantizer, values, steps, device, **options):
+    """All inner tensors and states after steps with these learning rates and gradients."""
+    params = [torch.nn.Parameter(quantizer.quantize(value.to(device))) for value in values]
+    for param, value in zip(params, values, strict=True):
+        param._high_precision_init_val = value.to(device)
+    optimizer = FP4Adam(params, betas=(0.9, 0.95), weight_decay=0.1, **options)
+    for optimizer.param_groups[0]["lr"], grads in steps:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.to(device, p.dtype)
         optimizer.step()
     tensors = {}
     for i, p in enumerate(params):
@@ -107,9 +111,54 @@ def train(quantizer, shapes, device, **options):
 
 @pytest.mark.parametrize("quantizer, shapes, options", [*cases()])
 def test_kernels_and_operators_step_alike(quantizer, shapes, options, device, monkeypatch):
-    actual = train(quantizer, shapes, device, **options)
+    values = [torch.randn(s, generator=torch.Generator().manual_seed(0)) * 0.1 for s in shapes]
+    if options.get("exp_avg_dtype") is FP8 or options.get("states") == "8bit":
+        values = [value.bfloat16() for value in values]  # and gradients, for wider accesses
+    if options.get("master_weights") is False:
+        # NaN, infinite, and small beside others of their block.
+        values[-1][0, :2], values[-1][1] = torch.tensor([torch.nan, torch.inf]), 1e-7
+    steps = [*large_then_small(shapes)]
+    assert_alike(quantizer, values, steps, device, monkeypatch, **options)
+
+
+def test_gradients_of_four_bytes(device, monkeypatch):
+    steps = [*large_then_small([(64, 64)])]
+    values = [torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.1]
+    assert_alike(NVFP4Quantizer(), values, steps, device, monkeypatch, states="8bit")
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize(
+    "quantizer", [NVFP4Quantizer(), Float8Quantizer()], ids=["nvfp4", "float8"]
+)
+def test_previews_of_int8_masters_find_every_amax(quantizer, device, monkeypatch):
+    # Three tiles. Steady gradients build up moments; then one step shrinks the largest weights by a
+    # tenth and grows others beyond them. In the step after that, the largest ones become NaN.
+    sizes = torch.tensor([0.05, 0.041, 0.02]).repeat_interleave(64)[:, None]
+    signs = torch.randn(192, 64, generator=torch.Generator().manual_seed(2)).sign()
+    grad = torch.cat([signs[:64], -signs[64:]])
+    last = grad.clone()
+    last[64:128] = torch.nan
+    steps = [*[(1e-9, [grad])] * 8, (0.005, [grad]), (1e-9, [last])]
+    values = [(sizes * signs).bfloat16()]
+    assert_alike(quantizer, values, steps, device, monkeypatch, states="8bit")
+
+
+def test_large_gradients_after_small_ones(device, monkeypatch):
+    generator, steps = torch.Generator().manual_seed(1), []
+    for i, lr in enumerate((1e-5, 1e-5, 0.3, 0.2, 1e-5), 1):
+        grad = torch.randn(192, 64, generator=generator) * 1e-3
+        grad[i % 3 * 64 : i % 3 * 64 + 64, 3:9] *= 10.0**i
+        steps.append((lr, [grad]))
+    values = [torch.randn(192, 64, generator=generator).bfloat16() * 0.02]
+    assert_alike(NVFP4Quantizer(), values, steps, device, monkeypatch, states="8bit")
+
+
+def assert_alike(quantizer, values, steps, device, monkeypatch, **options):
+    """Kernels and operators leave the same bytes."""
+    actual = train(quantizer, values, steps, device, **options)
     monkeypatch.setattr(backend, "uses_kernels", lambda device: False)
-    expected = train(quantizer, shapes, device, **options)
+    expected = train(quantizer, values, steps, device, **options)
     assert actual.keys() == expected.keys()
     for name, bits in expected.items():
         a, b = (as_bytes(t) for t in (actual[name], bits))

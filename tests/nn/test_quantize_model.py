@@ -167,26 +167,6 @@ def test_filter_chooses_among_linear_layers():
     assert quantized_names(model) == ["blocks.1.up.weight"]
 
 
-class Adapted(nn.Module):
-    """A layer around another one, as PEFT has them."""
-
-    adapter_layer_names = ("lora_A", "lora_B", "lora_dropout", "not_there")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(64, 64)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 32, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(32, 64, bias=False)})
-        self.lora_dropout = nn.ModuleDict()
-
-
-@pytest.mark.parametrize("filter", [None, everything])
-def test_adapters_are_never_quantized(filter):
-    model = nn.Sequential(Adapted(), nn.Sequential(Adapted()))
-    names = quantized_names(quantize_model(model, "nvfp4", filter))
-    assert names == ["0.base_layer.weight", "1.0.base_layer.weight"]
-
-
 def test_weights_keep_the_codes_that_matmuls_read():
     both = Recipe("mxfp8", activations=True, gradients=True)
     for recipe, columnwise in (
@@ -331,25 +311,6 @@ def test_masters_start_from_the_value_before_quantization_wherever_it_goes(devic
     assert_identical(weight.detach(), codes.bfloat16())
     model(torch.arange(10)).sum().backward()
     optimizer.step()  # goes on with the plain weight
-
-
-@pytest.mark.parametrize("source", [None, "nvfp4", "mxfp8"])
-def test_value_before_quantization_is_replaced_by_loading(source):
-    model, other = quantize_model(Model(), "nvfp4"), Model()
-    value = other.blocks[0].up.weight.detach().clone()
-    if source:
-        quantize_model(other, source)
-    model.load_state_dict(other.state_dict())
-    kept = model.blocks[0].up.weight._high_precision_init_val
-    assert kept is None if source else torch.equal(kept, value)
-
-
-def test_initialization_after_quantization_is_what_training_starts_from():
-    weight = quantize_model(Model(), "nvfp4").blocks[0].up.weight
-    weight.data.normal_(std=0.02)
-    value = weight.get_high_precision_init_val().clone()
-    assert value.std().item() == pytest.approx(0.02, rel=0.1)
-    assert torch.equal(value_of(weight), value_of(weight.quantizer.quantize(value)))
 
 
 @pytest.mark.parametrize("source", ["plain", "quantized"])

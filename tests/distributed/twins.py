@@ -1,0 +1,443 @@
+"""Twins: one model in one process, and the same one over ranks, that take the same calls.
+
+After each call, what ranks hold between them has the bits of the model in one process.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import AdamW, Optimizer
+
+from fp4adam import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    FP4Adam,
+    MasterWeightOptimizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    check_shards,
+    quantize_model,
+)
+from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.tensor_parallel import gather_whole
+from fp4adam.optim.state_tensor import SCALES
+from helpers import assert_identical, random
+from ranks import all_ranks, home, use_kernels
+
+FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+FULL = StateDictOptions(full_state_dict=True)
+
+# By name weights have one direction, which leaves less to gather.
+RECIPES = {
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+    "float8block-fp32": Float8BlockQuantizer(force_pow_2_scales=False),
+    "delayed": Float8Quantizer(scaling="delayed", amax_history_len=3),
+    "nvfp4-rowwise": NVFP4Quantizer(columnwise=False),
+    "nvfp4-gemm": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8-rowwise": MXFP8Quantizer(columnwise=False),
+    "mxfp8-gemm": MXFP8Quantizer(optimize_for_gemm=True),
+}
+STATES: dict[str, dict[str, Any]] = {
+    "": {},
+    "from dtype": {"quantize_from": "param_dtype"},
+    "amsgrad": {"amsgrad": True},
+    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp8": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn},
+    "fp16 masters": {"master_weight_dtype": torch.float16},
+    "16-bit rest": {"store_param_remainders": True},
+    "int8": {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16},
+    "8bit": {"states": "8bit"},
+    "no masters": {"master_weights": False, "exp_avg_dtype": torch.bfloat16},
+    "offloaded": {"offload_states": True},
+    "any optimizer": {"optimizer_class": partial(MasterWeightOptimizer, optimizer_class=AdamW)},
+}
+
+
+def build(
+    rows: int,
+    cols: int,
+    recipe: Any,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **options: Any,
+) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(cols, rows), nn.Tanh(), nn.Linear(rows, cols, bias=False))
+    model.to(dtype)
+    if not model[0].weight.is_meta:
+        model.to(home())
+    return quantize_model(model, RECIPES.get(recipe, recipe), **options) if recipe else model
+
+
+def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
+    """The model over all ranks, in a layout with options after commas."""
+    kind, *variants = layout.split(", ")
+    mesh, options = all_ranks(), {}
+    if kind == "replicated":
+        mesh = init_device_mesh(home().type, (dist.get_world_size(),), mesh_dim_names=("r",))
+        for module in (model[0], model[2], model):
+            replicate(module, mesh=mesh)
+        return model
+    if kind == "hybrid":
+        mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "parallel":
+        mesh = init_device_mesh(
+            home().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
+        )
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        if mesh["dp"].size() == 1:
+            return model
+        mesh = mesh["dp"]
+    if "kept" in variants:
+        options["reshard_after_forward"] = False
+    if "bfloat16" in variants:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    if "offloaded" in variants:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=home().type == "cuda")
+    for layer in (model[0], model[2]) if kind != "root" else ():
+        if "recomputed" in variants:
+            checkpoint(layer)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if "prefetched" in variants:
+        model[0].set_modules_to_forward_prefetch([model[2]])
+        model[2].set_modules_to_backward_prefetch([model[0]])
+        model.set_unshard_in_backward(True)
+    return model.to_empty(device=home()) if "meta" in variants else model
+
+
+def part(param: Tensor, value: Tensor) -> Tensor:
+    """What belongs to a parameter of a whole plain value, placed like it."""
+    return like(param, part_for(param, value).contiguous())
+
+
+def fixed_grads(model: nn.Module, seed: int) -> list[Tensor]:
+    """Gradients of whole parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(param.shape, generator=generator)
+        .mul_(10.0 ** (i - 1))
+        .to(param.device if not is_dtensor(param) else home(), param.dtype)
+        for i, param in enumerate(model.parameters())
+    ]
+
+
+def set_grads(model: nn.Module, grads: list[Tensor | None]) -> None:
+    """Give each parameter its part of its gradient."""
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        if grad is not None:
+            grad = part(param, grad.clone())
+            grad = grad.to(local(param).device)
+        param.grad = grad
+
+
+PARTS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+PARTS += ("_rowwise_gemm_scale_inv", "_columnwise_gemm_scale_inv", "_amax")
+
+
+def bytes_of(param: Tensor) -> dict[str, Tensor]:
+    """What a whole parameter consists of, and its value."""
+    if not isinstance(param, QuantizedTensor):
+        return {"value": param.detach().clone()}
+    parts = {name: getattr(param, name) for name in PARTS}
+    existing = {name: inner.clone() for name, inner in parts.items() if inner is not None}
+    return {"value": param.detach().dequantize(param.dtype), **existing}
+
+
+def whole_of(param: Tensor) -> Tensor:
+    """A parameter, put together from the parts of all ranks."""
+    if is_dtensor(param) and isinstance(local(param), QuantizedTensor):
+        return gather_whole(param)
+    return full(param.detach()).to(home())  # an offloaded one is on the CPU
+
+
+def full(value: Tensor) -> Tensor:
+    if not is_dtensor(value):
+        return value
+    # gloo gathers no int16, which remainders are in.
+    is_int16 = value.dtype == torch.int16
+    return value.int().full_tensor().short() if is_int16 else value.full_tensor()
+
+
+def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    return [bytes_of(whole_of(param)) for param in model.parameters()]
+
+
+def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
+    """The bytes of whole parameters; FSDP2 gathers their values, or these bytes."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    whole = whole_bytes(model)
+    for module in modules:
+        module.unshard()
+    for param, expected in zip(model.parameters(), whole, strict=True):
+        found = bytes_of(local(param))
+        both = found.keys() & expected.keys()  # replicas do without what can be derived
+        assert_identical({n: found[n] for n in both}, {n: expected[n] for n in both})
+    for module in modules:
+        module.reshard()
+    return whole
+
+
+def initialize(model: nn.Module, seed: int = 1) -> None:
+    """Fill in parameters; shards take their part of what a whole one would get."""
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):
+            param.copy_(part(param, random(tuple(param.shape), 10 * seed + i, home().type, 0.1)))
+
+
+class Twin:
+    """A model in one process and over ranks, each with its optimizer.
+
+    Args:
+        layout: As for :func:`distribute`.
+        recipe: A format, maybe one of ``RECIPES``.
+        rows, cols: The shape of the first weight.
+        states: One of ``STATES``.
+        options: For :func:`build`.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        recipe: Any,
+        rows: int,
+        cols: int,
+        states: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        by_kernels: bool = False,
+        **options: Any,
+    ) -> None:
+        if by_kernels:
+            use_kernels()
+        make = partial(build, rows, cols, recipe, dtype, **options)
+        # Ranks need not begin with the same parts: those of the first one are distributed.
+        seed = dist.get_rank() % 2 if "parallel" in layout else 0
+        with torch.device("meta" if "meta" in layout else home()):
+            model = make(seed=seed)
+        self.layout, self.states = layout, states
+        self.models = self.whole, self.model = make(), distribute(model, layout)
+        if "meta" in layout:
+            load_values(self, 0)
+        self.optimizers = [self.optimizer_of(model, states) for model in self.models]
+
+    def optimizer_of(self, model: nn.Module, states: str) -> Optimizer:
+        settings = dict(OPTIONS, **STATES[states])
+        if model is self.whole:
+            settings.pop("offload_states", None)
+        return settings.pop("optimizer_class", FP4Adam)(model.parameters(), **settings)
+
+    def params(self, i: int) -> list[Tensor]:
+        """Both of a parameter."""
+        return [[*model.parameters()][i % 3] for model in self.models]
+
+    def step(self, grads: list[Tensor | None]) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            set_grads(model, grads)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.check()
+
+    @torch.no_grad()
+    def check(self, where: str = "") -> None:
+        """What ranks hold is, bit for bit, what one process has."""
+        if "bfloat16" in self.layout:
+            return  # activations are rounded, too
+        for (name, param), value in zip(
+            self.model.named_parameters(), whole_bytes(self.whole), strict=True
+        ):
+            found = bytes_of(whole_of(param))
+            assert_identical(found, {key: value[key] for key in found}, f"{where} {name}")
+        alone, own = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
+        assert own.keys() == alone.keys(), where
+        for i, param in enumerate(self.model.parameters()):
+            if i not in alone:
+                continue
+            assert own[i].keys() == alone[i].keys(), where
+            # Scales are of each rank's memory.
+            for key in alone[i].keys() - {*SCALES.values()}:
+                mine, expected = local(own[i][key]), part_for(param, alone[i][key])
+                assert_identical(mine.to(expected.device), expected.contiguous(), f"{where} {key}")
+
+
+# Calls that both take; numbers follow from the seed.
+
+Call = Callable[[Twin, int], None]
+
+
+def step(twin: Twin, seed: int) -> None:
+    twin.step(fixed_grads(twin.whole, seed))
+
+
+def freeze(twin: Twin, seed: int) -> None:
+    """A step without a gradient of one parameter."""
+    grads: list[Tensor | None] = [*fixed_grads(twin.whole, seed)]
+    grads[seed % 3] = None
+    twin.step(grads)
+
+
+def clip(twin: Twin, seed: int) -> None:
+    for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
+        set_grads(model, fixed_grads(twin.whole, seed))
+        norm_type = (2.0, 1.0, float("inf"))[seed % 3]
+        grads = [p.grad for p in model.parameters()]
+        expected = nn.utils.get_total_norm(grads, norm_type)
+        norm = optimizer.clip_grad_norm_(1.0, norm_type)
+        torch.testing.assert_close(full(norm), full(expected).to(full(norm)), rtol=1e-5, atol=0)
+    # The last bits of a norm depend on the number of ranks.
+    clippings = [optimizer._whole.clipping for optimizer in twin.optimizers]
+    clippings[0].coefficients = clippings[1].coefficients
+    for optimizer in twin.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    twin.check()
+
+
+def poison(twin: Twin, seed: int) -> None:
+    """The largest weight becomes NaN, which is on one rank."""
+    grads = fixed_grads(twin.whole, seed)
+    largest = twin.whole[0].weight.dequantize(torch.float32).abs().argmax()
+    grads[0].view(-1)[largest] = float("nan")
+    twin.step(grads)
+
+
+def train(twin: Twin, seed: int) -> None:
+    """The same two batches on every rank, so that the mean gradient is exact."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = torch.randn(2, 8, twin.whole[0].in_features, generator=generator)
+    losses = []
+    for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
+        for i, x in enumerate(batches.to(home(), twin.whole[0].bias.dtype)):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(i == 1)
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone, own = losses[:2], losses[2:]
+    tolerance = 0.02 if "bfloat16" in twin.layout else 0
+    torch.testing.assert_close([x.float() for x in own], alone, rtol=tolerance, atol=0)
+    twin.check()
+
+
+def gather(twin: Twin, seed: int) -> None:
+    """What FSDP2 gathers: values, or codes of quantized matmuls."""
+    if not isinstance(twin.model, FSDPModule) or twin.layout in ("parallel", "sharded, bfloat16"):
+        return
+    gathered_bytes(twin.model)
+    twin.check()
+    param = twin.whole[0].bias
+    with torch.inference_mode():
+        twin.model(torch.ones(2, twin.whole[0].in_features, device=home()).to(param.dtype))
+        twin.model.reshard()
+
+
+def _random(twin: Twin, i: int, seed: int) -> Tensor:
+    shape, dtype = twin.params(i)[0].shape, twin.params(i)[0].dtype
+    return random(tuple(shape), seed, home().type, 10.0 ** (seed % 3 - 1)).to(dtype)
+
+
+@torch.no_grad()
+def overwrite(twin: Twin, seed: int) -> None:
+    value = _random(twin, seed, seed)
+    for param in twin.params(seed):
+        param.copy_(part(param, value))
+
+
+@torch.no_grad()
+def overwrite_parts(twin: Twin, seed: int) -> None:
+    value = _random(twin, seed, seed)
+    for param in twin.params(seed):
+        local(param).copy_(part_for(param, value))
+
+
+@torch.no_grad()
+def fill(twin: Twin, seed: int) -> None:
+    for param in twin.params(seed):
+        param.fill_(0.01 * seed)
+
+
+@torch.no_grad()
+def overwrite_elsewhere(twin: Twin, seed: int) -> None:
+    """The first rank writes the values that it has, after which its masters would go on."""
+    whole, param = twin.params(seed)
+    old = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole.detach().clone()
+    value = part(param, old)
+    mesh = param.device_mesh
+    if mesh.get_local_rank(mesh.ndim - 1):
+        local(value).copy_(part_for(param, _random(twin, seed, seed)))
+    param.copy_(value)
+    whole.copy_(full(value))
+    for optimizer in twin.optimizers:
+        optimizer.reset_master_weights()
+
+
+def load_values(twin: Twin, seed: int) -> None:
+    """Plain values of the nominal dtype, as a checkpoint of plain training has them."""
+    names = [name for name, _ in twin.whole.named_parameters()]
+    values = {name: _random(twin, i, seed) * 0.1 for i, name in enumerate(names)}
+    for model in twin.models:
+        model.load_state_dict({n: part(p, values[n]) for n, p in model.named_parameters()})
+
+
+def reload(twin: Twin, seed: int) -> None:
+    twin.check()  # what has been written is quantized
+    for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
+        model.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def load_whole(twin: Twin, seed: int) -> None:
+    """Other weights and states in one process; ranks take their parts of what it would save."""
+    grads = fixed_grads(twin.whole, seed)
+    set_grads(twin.whole, grads)
+    twin.optimizers[0].step()
+    twin.optimizers[0].zero_grad()
+    model, states = copy.deepcopy(get_state_dict(twin.whole, twin.optimizers[0]))
+    set_model_state_dict(twin.model, model, options=FULL)
+    set_optimizer_state_dict(twin.model, twin.optimizers[1], states, options=FULL)
+    twin.check()
+
+
+def move(twin: Twin, seed: int) -> None:
+    for model in twin.models:
+        model._apply(torch.clone)
+
+
+CALLS: dict[str, Call] = {
+    call.__name__: call
+    for call in (
+        *(step, freeze, clip, poison, train, gather, reload, load_whole, move),
+        *(overwrite, overwrite_parts, overwrite_elsewhere, fill, load_values),
+    )
+}
+
+
+def run_calls(twin: Twin, calls: list[str] | list[tuple[str, int]], where: str = "") -> None:
+    for i, each in enumerate(calls):
+        name, seed = (each, i) if isinstance(each, str) else each
+        try:
+            CALLS[name](twin, seed)
+        except Exception as error:
+            raise AssertionError(f"{where}, call {i} of {calls}: {error}") from error
+    twin.check(where)
+    check_shards(twin.model)
