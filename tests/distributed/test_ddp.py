@@ -151,7 +151,11 @@ def test_replicas_that_start_differently_are_the_training_of_rank_0(world_size, 
             assert_identical(other, first, str(case))
         # GPUs multiply otherwise, and compiled code in another order. Parameters that are divided
         # among optimizers have other places in these, and other dither.
-        if world_size == 2 and case[2] not in ("compiled", "zero, 8bit") and not torch.cuda.is_available():
+        if (
+            world_size == 2
+            and case[2] not in ("compiled", "zero, 8bit")
+            and not torch.cuda.is_available()
+        ):
             alone = train_alone(*case)[: len(first)]
             for a, b in zip(first, alone, strict=True):  # shards do without what can be derived
                 assert_identical(a, {name: b[name] for name in a}, str(case))
