@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.optim.launch_key import LaunchKey
-from fp4adam.optim.target import ALIGNMENT, ReadGrad, Target
+from fp4adam.optim.target import ALIGNMENT, LaunchKey, ReadGrad, Target
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
