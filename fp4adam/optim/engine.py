@@ -74,27 +74,16 @@ class Clipping:
 
 
 class Engine:
-    """Steps parameters together.
+    """Steps parameters together: those of ``groups``, with all members of a scale group, or none.
 
-    Args:
-        targets: The parameters of the optimizer, and its options.
-        groups: Those that are stepped here; both members of a scale group, or none.
-        states: The states by parameter; new ones are added.
-
-    Attributes:
-        clipping: What clips the next step, or None.
-        plan: The plan of the last step, or None.
-        is_part: True if this engine steps only some of the optimizer's parameters.
-        on_host: Whether states may be on the host.
-        view: What shows the states to users, or None.
-        shown_steps: The steps that groups show; others there have been set by other code.
+    New states are added to ``states``.
     """
 
-    clipping: Clipping | None = None
-    view: Any = None
-    shown_steps: Sequence[Any] = ()
-    is_part = False
-    on_host = False
+    clipping: Clipping | None = None  # what clips the next step
+    view: Any = None  # what shows the states to users
+    shown_steps: Sequence[Any] = ()  # by groups; others there have been set by other code
+    is_part = False  # whether the optimizer has more parameters
+    on_host = False  # whether states may be on the host
 
     def __init__(
         self, targets: Targets, groups: Sequence[Group], states: dict[Tensor, State]
@@ -139,7 +128,6 @@ class Engine:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters, as in the groups."""
         return [param for _, params in self.groups for param in params]
 
     def all_grads(self) -> list[Tensor | None]:
@@ -193,11 +181,8 @@ class Engine:
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step all parameters that have a gradient.
 
-        Nothing changes if it raises before the first launch, and pending clipping stays.
-
-        Args:
-            signals: The signals of a ``GradScaler``.
-            captures: Whether a CUDA graph records the step; the plan has to fit then.
+        Nothing changes if it raises before the first launch, and pending clipping stays. If a CUDA
+        graph ``captures`` the step, the plan has to fit.
         """
         self.check_call()
         try:
@@ -287,10 +272,8 @@ class Engine:
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:
-        """Check all parameters, their gradients and states, before anything changes.
-
-        Returns:
-            The parameters that are stepped, and those that can change.
+        """Check everything before it changes; returns the parameters that are stepped, and those
+        that can change.
         """
         options, params = self.targets.options, self.params
         name, read_grad = options.name, self.targets.grad_reader(params)
