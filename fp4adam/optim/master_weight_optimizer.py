@@ -95,13 +95,11 @@ class MasterWeightOptimizer(Optimizer):
 
     def _set_up(self, quantize_from: str) -> None:
         self.quantize_from = quantize_from
-        options = Options(type(self).__name__, quantize_from=quantize_from)
-        self._targets = Targets(options)
+        self._targets = Targets(Options(type(self).__name__, quantize_from=quantize_from))
         self._masters: dict[Tensor, Tensor] = {}  # while they are in the place of parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"inner": self.inner, "quantize_from": self.quantize_from}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "inner": self.inner, "quantize_from": self.quantize_from}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state["quantize_from"])

@@ -9,6 +9,7 @@ loaded or exchanged, is copied once without overlap, and gets pinned memory afte
 """
 
 import contextlib
+import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
@@ -20,13 +21,12 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
 from fp4adam.distributed.shards import settle_written, sharded_weights
-from fp4adam.optim.engine import Engine, Group, Signals
+from fp4adam.optim.engine import Engine, Signals
 from fp4adam.optim.state_dict import TENSOR_NAMES
 from fp4adam.optim.state_tensor import is_dense
 from fp4adam.optim.target import State, Targets
 
 CHUNK_BYTES = 2**28  # of FP32 states that a chunk is filled up to
-_BYTES_PER_ELEMENT = 12
 _ALIGNMENT = 256  # of every state within its chunk; more than any kernel needs
 
 
@@ -35,10 +35,8 @@ class OffloadedEngine(Engine):
 
     on_host = True
 
-    def __init__(
-        self, targets: Targets, groups: Sequence[Group], states: dict[Tensor, State]
-    ) -> None:
-        super().__init__(targets, groups, states)
+    def __init__(self, targets: Targets, *groups_and_states: Any) -> None:
+        super().__init__(targets, *groups_and_states)
         self._parts: list[Engine] = []
         self._known: list = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
@@ -176,10 +174,8 @@ def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
 
 
 def _state_bytes(param: Tensor) -> int:
-    n_shards = 1
-    for dim in sharded_dims(param):
-        n_shards *= param.device_mesh.size(dim)
-    return -(-param.numel() // n_shards) * _BYTES_PER_ELEMENT
+    n_shards = math.prod(param.device_mesh.size(dim) for dim in sharded_dims(param))
+    return -(-param.numel() // n_shards) * 12
 
 
 def _is_offloaded(name: str, value: Any) -> bool:
@@ -192,7 +188,6 @@ def _others(state: State) -> State:
 
 
 def _moved(param: Tensor, state: State, device: torch.device | str) -> State:
-    """A copy of a state on a device."""
     copies = {
         name: _like(param, value, local(value).to(device, copy=True))
         for name, value in state.items()
@@ -206,7 +201,6 @@ def _like(param: Tensor, value: Tensor, own: Tensor) -> Tensor:
 
 
 def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
-    """Adam's tensors by parameter and name."""
     return {
         (param, name): value
         for param, state in states.items()
@@ -226,16 +220,8 @@ def _marks(entries: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str]
 class _Chunk:
     """The states of some parameters in one block of pinned memory.
 
-    Attributes:
-        link: The link to the GPU.
-        nbytes: Size of the block.
-        block: The block, uint8.
-        number: The buffer of the link that it moves to.
-        host: The states there, by parameter and name.
-        staged_block: Its bytes in the buffer, uint8.
-
-    Raises:
-        MemoryError: If there is not as much memory that can be pinned.
+    ``host``: The states there, by parameter and name. ``number``: The buffer of the link that it
+    moves to. ``staged_block``: Its bytes in the buffer, uint8.
     """
 
     def __init__(self, link: "Link", states: dict[Tensor, State]) -> None:
@@ -282,10 +268,8 @@ class _Chunk:
 
     def is_staged(self, states: dict[Tensor, State]) -> bool:
         """True if these are the states of :meth:`staged`, stepped in place."""
-        found = _entries(states)
-        return found.keys() == self._views.keys() and all(
-            value is self._views[key] for key, value in found.items()
-        )
+        found, views = _entries(states), self._views
+        return found.keys() == views.keys() and all(found[key] is views[key] for key in views)
 
     def leave_buffer(self) -> None:
         """Drop all views of the buffer."""
@@ -318,15 +302,7 @@ def _tensor(memory: mmap.mmap, start: int, nbytes: int, dtype: torch.dtype) -> T
 
 
 class Link:
-    """Two buffers on one GPU, and the streams that copy between them and pinned memory.
-
-    Attributes:
-        buffers: The buffers, uint8.
-        pinned_bytes: Size of the host memory that is pinned.
-
-    Raises:
-        RuntimeError: If the device is the host.
-    """
+    """Two buffers on one GPU, and the streams that copy between them and pinned memory."""
 
     pinned_bytes = 0
 
@@ -395,7 +371,6 @@ class Link:
 
 
 def no_memory(nbytes: int, link: Link, reason: str) -> MemoryError:
-    """The error if states do not fit into pinned memory."""
     return MemoryError(
         f"offloaded states must fit into pinned host memory, got none for {nbytes:,} bytes beyond "
         f"the {link.pinned_bytes:,} that are pinned ({reason}); use narrower states, such as "

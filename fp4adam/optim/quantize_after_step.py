@@ -15,6 +15,7 @@ from torch import Tensor
 from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
+from fp4adam.optim.master_weights import together
 from fp4adam.optim.target import ReadGrad, Target
 
 
@@ -40,16 +41,14 @@ class QuantizeAfterStep:
         self, members: Sequence[Target], groups: Sequence[LaunchGroup], read_grad: ReadGrad
     ) -> None:
         self._read_grad = read_grad
-        scale_groups: dict[Hashable, list[Target]] = defaultdict(list)
+        later = [member for member in members if member.quantized_after_step]
+        self._scale_groups = together(member for member in later if not member.shards)
         shards: dict[Hashable, list[Target]] = defaultdict(list)
-        for member in members:
-            if member.quantized_after_step and not member.shards:
-                scale_groups[member.scales].append(member)
-            elif member.quantized_after_step:
+        for member in later:
+            if member.shards:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
                 alone = not member.master.codec.exact
                 shards[member.owner if alone else member.param.device].append(member)
-        self._scale_groups = [*scale_groups.values()]
         self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
         for alike in shards.values():

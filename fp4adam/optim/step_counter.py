@@ -30,6 +30,7 @@ class StepGroup:
 
     group: dict[str, Any]
     step: float
+    row: int
     ratio: float = 0.0  # the bound on their moments; see ``update_bound``
     members: list[int] = dataclasses.field(default_factory=list)  # their indices
     scalars: Scalars | None = None  # of the last step
@@ -93,18 +94,16 @@ class StepCounter:
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
         groups: dict[tuple[int, float], StepGroup] = {}
         self.rows, self._absent = [0] * len(present), {}
-        rows: dict[tuple, int] = {}
         for i, (member, step) in enumerate(zip(self._members, self._steps.tolist(), strict=True)):
+            own = id(member.group)
             if not present[i]:
-                own = id(member.group)
                 self._absent[own] = max(self._absent.get(own, 0.0), step)
                 continue
-            key = id(member.group), step
-            if key not in groups:
-                groups[key] = StepGroup(member.group, step)
-            groups[key].members.append(i)
-            groups[key].ratio = max(groups[key].ratio, self._ratios[i])
-            self.rows[i] = rows.setdefault(key, len(rows))
+            new = StepGroup(member.group, step, len(groups))
+            group = groups.setdefault((own, step), new)
+            group.members.append(i)
+            group.ratio = max(group.ratio, self._ratios[i])
+            self.rows[i] = group.row
         self.groups = list(groups.values())
 
     def latest(self) -> dict[int, Any]:

@@ -7,7 +7,7 @@ per parameter. Then only the scalars and the addresses of the gradients are new.
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress, islice
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -20,6 +20,7 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
+from fp4adam.optim.master_weights import together
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
@@ -58,12 +59,9 @@ class StepPlan:
         self._read_grad = read_grad
         self._options = options
         capturable = options.capturable
-        peers: dict[Hashable, list[Target]] = defaultdict(list)
-        for member in members:
-            peers[member.scales].append(member)
-        for together in peers.values():
-            later = quantized_after_step(together, read_grad)
-            for member in together:
+        for peers in together(members):
+            later = quantized_after_step(peers, read_grad)
+            for member in peers:
                 member.quantized_after_step = later
         launched: dict[LaunchKey, list[Target]] = defaultdict(list)
         self._by_operators: list[Target] = []
@@ -87,7 +85,6 @@ class StepPlan:
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
         self.members = [m for group in self._groups for m in group.members] + self._by_operators
-        self._scales_of_others: ScaleWriteback | None = None
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
@@ -110,11 +107,7 @@ class StepPlan:
         launches = [group.launch for group in self._groups]
         # What a captured step reads besides parameters, states and gradients.
         self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
-        self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
-        self._rows_by_operators: list[int] = []
         self._present: list[bool] | None = None
-        self._written: list[Tensor] = []
-        self._loose: list[Target] = []
 
     def fits(self) -> bool:
         """Whether the plan is still valid for the current parameters, states and gradients."""
