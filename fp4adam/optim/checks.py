@@ -10,16 +10,14 @@ from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
-from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
 from fp4adam.optim.state_codec import STATE_BLOCK
-from fp4adam.optim.state_tensor import SCALES
+from fp4adam.optim.state_tensor import SCALES, is_dense
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float64, *GRAD_DTYPES)
-QUANTIZE_FROM = ("master", "param_dtype")
 _OF_OPTIMIZER = {*Options.__dataclass_fields__, "scale_groups"} - {"name", "capturable"}
 CAPTURE_AROUND = (
     "capture forward and backward, and call step() outside the graph: it writes weights at the "
@@ -28,7 +26,6 @@ CAPTURE_AROUND = (
 
 
 def check_options(options: Options, amsgrad: bool) -> None:
-    """Raise if a state cannot be stored in its dtype, or with ``amsgrad`` not in that."""
     codecs = options.codecs(torch.float32)
     if amsgrad and not codecs["exp_avg_sq"].exact:
         raise NotImplementedError(
@@ -38,7 +35,6 @@ def check_options(options: Options, amsgrad: bool) -> None:
 
 
 def check_mode() -> None:
-    """Raise RuntimeError in inference mode."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "step() must not be called in inference mode, got torch.inference_mode(): state "
@@ -47,18 +43,15 @@ def check_mode() -> None:
 
 
 def check_quantize_from(quantize_from: str) -> None:
-    if quantize_from not in QUANTIZE_FROM:
+    if quantize_from not in ("master", "param_dtype"):
         raise ValueError(
-            f"quantize_from must be one of {', '.join(QUANTIZE_FROM)}, got {quantize_from!r}; "
-            "'master' keeps the most precision"
+            f"quantize_from must be one of master, param_dtype, got {quantize_from!r}; 'master' "
+            "keeps the most precision"
         )
 
 
 def check_group_names(options: Options, group: Mapping[str, Any]) -> None:
-    """Raise if a group has an option that groups do not have, or not under this name.
-
-    Wrappers, such as torch's ZeroRedundancyOptimizer, repeat those of the optimizer.
-    """
+    # Wrappers, such as torch's ZeroRedundancyOptimizer, repeat the options of the optimizer.
     names = group.keys() & _OF_OPTIMIZER
     others = [n for n in names if group[n] not in (None, getattr(options, n, None))]
     if others:
@@ -81,7 +74,6 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def check_param(options: Options, param: Tensor) -> None:
-    """Raise if an optimizer with these options could never update ``param``."""
     name, own = options.name, local(param)
     if is_foreign(own):
         adapter_of(own)  # raises if there is none
@@ -98,10 +90,10 @@ def check_param(options: Options, param: Tensor) -> None:
             f"parameters must be real for {name}, got {param.dtype}; optimize "
             "torch.view_as_real(param) instead"
         )
-    if param.is_sparse or param.layout != torch.strided:
+    if param.layout != torch.strided:
         raise ValueError(
-            f"parameters must be dense for {name}, got layout {param.layout}; "
-            "use torch.optim.SparseAdam"
+            f"parameters must be dense for {name}, got layout {param.layout}; use "
+            "torch.optim.SparseAdam"
         )
     if param.requires_grad:
         _check_dtype(name, param)
@@ -141,17 +133,15 @@ def check_known(params: Sequence[Tensor], known: Iterable[Tensor]) -> None:
 
 
 def check_distinct(params: Sequence[Tensor]) -> None:
-    """Raise if a parameter, or the memory of a quantized one, is in the groups twice."""
     seen: set[Any] = set()
     for i, param in enumerate(params):
         memory = {param, getattr(local(param), "_shared", param)}
-        is_twice = not seen.isdisjoint(memory)
-        seen |= memory
-        if is_twice:
+        if not seen.isdisjoint(memory):
             raise ValueError(
                 f"each parameter must be in the groups once, got number {i}, of shape "
                 f"{tuple(param.shape)}, twice: both updates would write its memory; remove one"
             )
+        seen |= memory
 
 
 def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
@@ -170,8 +160,7 @@ def check_scale_group(peers: Sequence[Tensor], group: ScaleGroup) -> None:
 
 
 def check_steppable(name: str, param: Tensor) -> None:
-    """Raise if the optimizer class ``name`` cannot update ``param`` in its current form."""
-    own = param
+    own = local(param)
     if is_dtensor(param):
         if any(place.is_partial() for place in param.placements):
             raise NotImplementedError(
@@ -179,7 +168,6 @@ def check_steppable(name: str, param: Tensor) -> None:
                 f"{param.placements}; redistribute them"
             )
         ShardInfo.of(param)
-        own = param._local_tensor
     is_own = isinstance(own, QuantizedTensor) and own.global_spec is None
     if is_own and (own._shared.rows is not None or not rows.is_all(own)):
         raise NotImplementedError(
@@ -206,7 +194,7 @@ def _check_dtype(name: str, param: Tensor) -> None:
 
 
 def check_capturable(param: Tensor, grad: Tensor | None) -> None:
-    """Raise for a parameter that kernels cannot step; operators count steps on the host."""
+    """Raises for a parameter that kernels cannot step: operators count steps on the host."""
     if not param.numel():
         return
     got = f"a parameter of shape {tuple(param.shape)}, {param.dtype} on {param.device}"
@@ -220,7 +208,7 @@ def check_capturable(param: Tensor, grad: Tensor | None) -> None:
 
 
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    """Raise if ``grad``, the local part of the gradient, cannot update ``param``."""
+    """``grad``: The local part."""
     if not isinstance(grad, Tensor):
         raise TypeError(
             f"gradients must be tensors for {name}, got a {type(grad).__name__}; assign a "
@@ -254,11 +242,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
 def check_state(
     param: Tensor, state: dict[str, Any], options: Options, is_offloaded: bool = False
 ) -> None:
-    """Raise if a state has wrong shapes, dtypes, devices or strides.
-
-    The kernels take bare addresses, so they would write past the end of a tensor that is too small.
-    If states are offloaded, they may be on the host as well.
-    """
+    """The kernels take bare addresses: they would write past the end of a tensor too small."""
     devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
     own, codecs = local(param), options.codecs(param.dtype)
     for name in (*SCALES, "param_remainder"):
@@ -285,15 +269,11 @@ def check_state(
                 f"{codes.stride()}; load states with load_state_dict()"
             )
         if codec is not None and codec.scaled:
-            _check_scales(SCALES[name], state, codes)
-
-
-def _check_scales(name: str, state: dict[str, Any], codes: Tensor) -> None:
-    n_blocks, found = -(-codes.numel() // STATE_BLOCK), None
-    if isinstance(scales := state.get(name), Tensor):
-        found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
-    if found != ((n_blocks,), torch.uint8, codes.device, True):
-        raise RuntimeError(
-            f"{name} must be contiguous uint8 ({n_blocks},) on {codes.device}, got "
-            f"{found}; load states with load_state_dict()"
-        )
+            n_blocks, found = -(-codes.numel() // STATE_BLOCK), None
+            if isinstance(scales := state.get(SCALES[name]), Tensor):
+                found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
+            if found != ((n_blocks,), torch.uint8, codes.device, True):
+                raise RuntimeError(
+                    f"{SCALES[name]} must be contiguous uint8 ({n_blocks},) on {codes.device}, got "
+                    f"{found}; load states with load_state_dict()"
+                )

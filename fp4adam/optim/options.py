@@ -39,14 +39,7 @@ class Options:
 
     @classmethod
     def of(cls, states: str, given: dict[str, Any]) -> "Options":
-        """The options that ``states`` stands for, with those that are given (not None).
-
-        BF16 parameters without masters keep remainders, or small updates would never move them.
-        There are none beside FP16 masters, as in Transformer Engine.
-
-        Raises:
-            ValueError: If there is no such word.
-        """
+        """The options that ``states`` stands for, with those that are given (not None)."""
         if states not in STATES:
             raise ValueError(
                 f"states must be one of {', '.join(map(repr, STATES))}, got {states!r}; '32bit' is "
@@ -54,9 +47,9 @@ class Options:
             )
         given = {name: value for name, value in given.items() if value is not None}
         chosen = STATES[states] | given
-        if not chosen["master_weights"]:
+        if not chosen["master_weights"]:  # or small updates would never move BF16 parameters
             chosen["store_param_remainders"] = given.get("store_param_remainders", True)
-        elif chosen["master_weight_dtype"] == torch.float16:
+        elif chosen["master_weight_dtype"] == torch.float16:  # as in Transformer Engine
             chosen["store_param_remainders"] = False
         return cls(states=states, **chosen)
 

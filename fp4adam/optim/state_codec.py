@@ -38,10 +38,9 @@ _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0x846CA68B, 0x93D765DD
 
 
 def dither_origin(first: int, step: int) -> int:
-    """The 32-bit hash input for element ``first`` in update number ``step``.
+    """The 32-bit hash input for element ``first`` in update number ``step``; the next count up.
 
-    The inputs for the following elements count up from it. Origins are distinct for the first 2**32
-    steps; the float32 step count in the state, from which runs resume, ends at 2**24.
+    Origins are distinct for the first 2**32 steps.
     """
     return (first + _mixed(_mixed(step >> 32) ^ step % 2**32)) % 2**32
 
@@ -53,7 +52,7 @@ def _mixed(x: int) -> int:
 
 
 class Dither(NamedTuple):
-    """Dither for each state of n elements, int32 [n]: the bits of numbers in [0, 2**32)."""
+    """Dither for each state, int32 [n]: the bits of numbers in [0, 2**32)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -61,10 +60,7 @@ class Dither(NamedTuple):
 
 
 def dither_bits(first: int, count: int, step: int, device: torch.device | str = "cpu") -> Dither:
-    """Dither for the elements ``first`` to ``first + count - 1`` of a flattened tensor.
-
-    Elements that are 2**32 apart share their dither. ``step``: the number of the update.
-    """
+    """Dither for ``count`` elements of a flattened tensor in update number ``step``."""
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
@@ -87,29 +83,22 @@ class StateCodec:
 
     Of this class are those whose codes are the numbers themselves (``exact``), and those that other
     code decodes with a weight. ``name``: That in the kernels. ``dtype``: That of the codes.
-    ``scaled``: True if every 32 codes share a scale.
     """
 
-    scaled = False
+    scaled = False  # True if every 32 codes share a scale
 
     def __init__(self, name: str, dtype: torch.dtype, exact: bool = False) -> None:
         self.name, self.dtype, self.exact = name, dtype, exact
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Round float32 numbers to codes and scales.
+        """Codes [n], and uint8 scales [ceil(n / 32)] or None, of contiguous float32 ``x`` [n].
 
-        Args:
-            x: float32 [n], contiguous.
-            dither: int32 [n], a field of :class:`Dither`; None rounds to nearest, ties away from
-                zero.
-
-        Returns:
-            Codes [n], and uint8 scales [ceil(n / 32)] or None.
+        ``dither``: int32 [n], a field of :class:`Dither`; None rounds to nearest, ties away from
+        zero.
         """
         return x, None
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """Decode codes [n] and scales to float32 [n]."""
         return codes
 
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -263,11 +252,7 @@ _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
 
 @functools.cache
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
-    """The codec that stores a state, by its option's name without ``_dtype``, in a dtype.
-
-    Raises:
-        ValueError: If the state cannot be stored in ``dtype``.
-    """
+    """The codec that stores a state, by its option's name without ``_dtype``, in a dtype."""
     codecs = _CODECS[name]
     if dtype not in codecs:
         known = ", ".join(str(known).removeprefix("torch.") for known in codecs)
@@ -284,9 +269,9 @@ def codec_of_codes(name: str, dtype: torch.dtype) -> StateCodec | None:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into BF16 and an int16 remainder that is added to their bits.
+    """Round float32 to BF16, ties away from zero, and an int16 remainder that completes its bits.
 
-    BF16 is rounded to nearest, with ties away from zero. NaN gives (0x7FC0, 0).
+    NaN gives (0x7FC0, 0).
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     upper = (bits + 0x8000) >> 16
