@@ -14,29 +14,17 @@ from torch import Tensor
 
 
 class Scalars(NamedTuple):
-    """The scalars of one update; computed from the hyper-parameters in float64, used in float32.
+    """The scalars of one update; computed from the hyper-parameters in float64, used in float32."""
 
-    Attributes:
-        grad_factor: 1, or -1 to maximize.
-        decay: 1 - lr * weight_decay, or weight_decay where decay is added to the gradient (L2).
-        lerp_weight: 1 - beta1 if that is below 1/2, else -beta1 (see :func:`adam_`).
-        beta2: Decay rate of the second moment.
-        one_minus_beta2: 1 - beta2.
-        eps: Term added to the denominator.
-        step_size: lr / (1 - beta1**step).
-        rsqrt_bias_correction2: 1 / sqrt(1 - beta2**step).
-        dither_step: Number of the update; seeds the dither of narrow states.
-    """
-
-    grad_factor: float
-    decay: float
-    lerp_weight: float
+    grad_factor: float  # 1, or -1 to maximize
+    decay: float  # 1 - lr * weight_decay, or weight_decay where that is added to the gradient (L2)
+    lerp_weight: float  # 1 - beta1 if that is below 1/2, else -beta1; see adam_
     beta2: float
     one_minus_beta2: float
     eps: float
-    step_size: float
-    rsqrt_bias_correction2: float
-    dither_step: int
+    step_size: float  # lr / (1 - beta1**step)
+    rsqrt_bias_correction2: float  # 1 / sqrt(1 - beta2**step)
+    dither_step: int  # number of the update; seeds the dither of narrow states
 
 
 def updates_params(group: Mapping[str, Any]) -> bool:
@@ -74,10 +62,8 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
         decay = 1 - lr * weight_decay if weight_decay else 1.0
     bias_correction1 = bias_correction2 = 1.0
     if group["bias_correction"]:
-        bias_correction1, bias_correction2 = (
-            1 - power(beta1, int(step)),
-            1 - power(beta2, int(step)),
-        )
+        bias_correction1 = 1 - power(beta1, int(step))
+        bias_correction2 = 1 - power(beta2, int(step))
     return Scalars(
         grad_factor=-1.0 if group["maximize"] else 1.0,
         decay=decay,
@@ -102,17 +88,11 @@ def adam_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
-    """Update ``value`` and the moments in place by one Adam step.
+    """Update ``value`` and the moments, float32 (float64 for float64 parameters), in place.
 
-    Args:
-        value: The parameter or its master; 16-bit values are widened and rounded back.
-        grad: Gradient of the same shape, any floating dtype.
-        exp_avg, exp_avg_sq: The moments, float32 (float64 for float64 parameters).
-        max_exp_avg_sq: Largest second moment so far (AMSGrad), or None.
-        scalars: See :class:`Scalars`.
-        adam_w_mode: Whether decay shrinks the value (AdamW) or is added to the gradient (L2).
-        grad_scale, clip: float32 one-element tensors that divide the gradient, and multiply it
-            after that, or None.
+    16-bit values are widened and rounded back. ``adam_w_mode``: Whether decay shrinks the value
+    (AdamW) or is added to the gradient (L2). ``grad_scale``, ``clip``: float32 one-element tensors
+    that divide the gradient, and multiply it after that, or None.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """

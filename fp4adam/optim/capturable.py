@@ -13,11 +13,7 @@ from fp4adam.optim.options import Options
 
 
 def check_option(options: Options, group: Mapping[str, Any]) -> None:
-    """Raise if ``capturable`` does not go together with the other options.
-
-    Raises:
-        ValueError: If a group differs, or with offloaded states or without the kernels.
-    """
+    """Raise if ``capturable`` does not go together with the other options."""
     own = options.capturable
     if group["capturable"] != own:
         raise ValueError(

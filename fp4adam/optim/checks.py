@@ -10,10 +10,9 @@ from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
-from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
 from fp4adam.optim.state_codec import STATE_BLOCK
-from fp4adam.optim.state_tensor import SCALES
+from fp4adam.optim.state_tensor import SCALES, is_dense
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 

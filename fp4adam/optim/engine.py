@@ -7,18 +7,20 @@ for each chunk; they share parameters, options and states.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import get_total_norm
 
-from fp4adam.distributed.dtensor import like, local
+from fp4adam.distributed.dtensor import is_dtensor, like, local
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.optim import checks
 from fp4adam.optim.adam import updates_params
-from fp4adam.optim.clipping import Clipping, check_max_norm, total_norm
 from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_restarting
 from fp4adam.optim.masters import ENTRIES
@@ -41,28 +43,47 @@ class Signals(NamedTuple):
     found_inf: Tensor | None = None
 
 
-class Engine:
-    """Steps parameters together.
+class Clipping:
+    """The coefficients that clip some local gradients, which it does not keep alive.
 
-    Args:
-        targets: The parameters of the optimizer, and its options.
-        groups: Those that are stepped here; both members of a scale group, or none.
-        states: The states by parameter; new ones are added.
-
-    Attributes:
-        clipping: What clips the next step, or None.
-        plan: The plan of the last step, or None.
-        is_part: True if this engine steps only some of the optimizer's parameters.
-        on_host: Whether states may be on the host.
-        view: What shows the states to users, or None.
-        shown_steps: The steps that groups show; others there have been set by other code.
+    ``coefficients``: min(max_norm / (norm + 1e-6), 1), float32 [1], by the device of gradients.
     """
 
-    clipping: Clipping | None = None
-    view: Any = None
-    shown_steps: Sequence[Any] = ()
-    is_part = False
-    on_host = False
+    def __init__(self, grads: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
+        coefficient = (max_norm / (norm.float().view(1) + 1e-6)).clamp(max=1.0)
+        devices = {grad.device for grad in grads if grad is not None}
+        self.coefficients = {d: coefficient.to(d, non_blocking=True) for d in devices}
+        # To the memory: references to gradients would keep Module.to() from swapping them.
+        self._alive = [g if g is None else StorageWeakRef(g.untyped_storage()) for g in grads]
+        self._known = [g if g is None else (g.data_ptr(), g._version) for g in grads]
+
+    def check(self, grads: Sequence[Tensor | None]) -> None:
+        """Raise unless the gradients that there are now are those of the norm, and unwritten."""
+        same = [
+            known == (grad.data_ptr(), grad._version) and not alive.expired()
+            for known, alive, grad in zip(self._known, self._alive, grads, strict=True)
+            if grad is not None and grad.numel()
+        ]
+        if not all(same):
+            raise RuntimeError(
+                "gradients must not change between clip_grad_norm_() and step(), got "
+                f"{same.count(False)} of {len(same)} that have: the coefficient is that of the "
+                "gradients before; call clip_grad_norm_() after the last backward pass, or "
+                "optimizer.zero_grad() to begin anew"
+            )
+
+
+class Engine:
+    """Steps parameters together: those of ``groups``, with all members of a scale group, or none.
+
+    New states are added to ``states``.
+    """
+
+    clipping: Clipping | None = None  # what clips the next step
+    view: Any = None  # what shows the states to users
+    shown_steps: Sequence[Any] = ()  # by groups; others there have been set by other code
+    is_part = False  # whether the optimizer has more parameters
+    on_host = False  # whether states may be on the host
 
     def __init__(
         self, targets: Targets, groups: Sequence[Group], states: dict[Tensor, State]
@@ -107,7 +128,6 @@ class Engine:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters, as in the groups."""
         return [param for _, params in self.groups for param in params]
 
     def all_grads(self) -> list[Tensor | None]:
@@ -144,12 +164,15 @@ class Engine:
                 "a capture: the step would multiply by the coefficient of that moment at every "
                 "replay; capture torch.nn.utils.clip_grad_norm_, which scales the gradients"
             )
-        check_max_norm(max_norm)
+        if not isinstance(max_norm, Real | Tensor):
+            raise TypeError(f"max_norm must be a number, got {max_norm!r}; inf is allowed")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be >= 0, got {max_norm}; pass inf to measure only")
         with torch._C.DisableTorchFunctionSubclass():
             grads = self.all_grads()
             pairs = zip(self.params, grads, strict=True)
             present = [like(param, grad) for param, grad in pairs if grad is not None]
-            norm = total_norm(present, norm_type, error_if_nonfinite)
+            norm = _total_norm(present, norm_type, error_if_nonfinite)
             self.clipping = Clipping(grads, norm, max_norm)
         return norm
 
@@ -158,11 +181,8 @@ class Engine:
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step all parameters that have a gradient.
 
-        Nothing changes if it raises before the first launch, and pending clipping stays.
-
-        Args:
-            signals: The signals of a ``GradScaler``.
-            captures: Whether a CUDA graph records the step; the plan has to fit then.
+        Nothing changes if it raises before the first launch, and pending clipping stays. If a CUDA
+        graph ``captures`` the step, the plan has to fit.
         """
         self.check_call()
         try:
@@ -252,10 +272,8 @@ class Engine:
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:
-        """Check all parameters, their gradients and states, before anything changes.
-
-        Returns:
-            The parameters that are stepped, and those that can change.
+        """Check everything before it changes; returns the parameters that are stepped, and those
+        that can change.
         """
         options, params = self.targets.options, self.params
         name, read_grad = options.name, self.targets.grad_reader(params)
@@ -318,6 +336,17 @@ class Engine:
                 state.update(self.placed(member.owner, master))
                 member.free_initial_value()
                 member.record()
+
+
+def _total_norm(grads: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """``torch.nn.utils.get_total_norm`` as a plain tensor, of DTensors on any meshes."""
+    by_mesh = defaultdict(list)
+    for grad in grads:
+        by_mesh[grad.device_mesh if is_dtensor(grad) else None].append(grad)
+    how = norm_type, error_if_nonfinite
+    norms = [get_total_norm(alike, *how) for alike in by_mesh.values()]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, *how)
 
 
 def _fits_kernels(param: Tensor, grad: Tensor) -> bool:

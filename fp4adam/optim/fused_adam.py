@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.formats.scale_groups import ScaleGroups
+from fp4adam.distributed.dtensor import local
+from fp4adam.formats.scale_groups import ScaleGroups, form_scale_group, resolve_scale_groups
+from fp4adam.interop.adapter import is_foreign
 from fp4adam.optim import capturable as capturing
-from fp4adam.optim import checks, grouping, te_layout, te_states
+from fp4adam.optim import checks, te_layout, te_states
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.engine import Engine, Group, Signals
 from fp4adam.optim.gradient_release import GradientRelease
@@ -19,6 +21,7 @@ from fp4adam.optim.offload import OffloadedEngine
 from fp4adam.optim.options import Options
 from fp4adam.optim.target import Targets
 from fp4adam.tensors import backend
+from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
 def _option(name: str) -> Any:
@@ -148,11 +151,11 @@ class FusedAdam(Optimizer):
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
-        grouping.join_scale_groups(self.param_groups, scale_groups)
+        _join_scale_groups(self.param_groups, scale_groups)
         # For parameters that join; lists name those of now, and would keep them alive.
         self.scale_groups = scale_groups if callable(scale_groups) else None
         if not self._has_te_layout:
-            grouping.warn_of_plain_matrices(self._engine.params)
+            _warn_of_plain_matrices(self._engine.params)
 
     def _set_up(self, options: Options) -> None:
         self._targets = Targets(options)
@@ -216,7 +219,7 @@ class FusedAdam(Optimizer):
             for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
             self._targets.meet(self.param_groups[-1]["params"])
-            grouping.join_scale_groups(self.param_groups, self.scale_groups)
+            _join_scale_groups(self.param_groups, self.scale_groups)
         except BaseException:
             del self.param_groups[count:]
             raise
@@ -491,3 +494,35 @@ def _join_flags(group: dict[str, Any]) -> None:
         group.pop(name, None)
     if given:
         group["decoupled_weight_decay"] = given.pop()
+
+
+def _join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups | None) -> None:
+    """Make quantized weights members of these scale groups, and no others; None leaves them."""
+    if scale_groups is None:
+        return
+    params = [param for group in groups for param in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    found = map(local, params)
+    quantized = [own if isinstance(own, QuantizedTensor) else None for own in found]
+    quantizers = [None if own is None else own.quantizer for own in quantized]
+    chosen = resolve_scale_groups(scale_groups, params, names or None, quantizers)
+    for own in quantized:
+        if own is not None:
+            own.scale_group = None
+    for group in chosen:
+        members = [quantized[i] for i in group]
+        form_scale_group(members, [names[i] if names else f"parameter {i}" for i in group])
+
+
+def _warn_of_plain_matrices(params: list[Tensor]) -> None:
+    """Warn if ``quantize_model`` seems to have been forgotten."""
+    # Those of adapters are plain beside a frozen base.
+    if QuantizedTensor.exists or any(is_foreign(local(param)) for param in params):
+        return
+    if any(param.dim() > 1 for param in params):
+        warnings.warn(
+            "FP4Adam was given no quantized weights and trains everything in high precision; "
+            "call quantize_model(model, ...) before creating the optimizer, or ignore this "
+            "warning if that is intended",
+            stacklevel=3,
+        )

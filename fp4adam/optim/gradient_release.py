@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fp4adam.distributed.dtensor import is_dtensor
 from fp4adam.optim.engine import Engine, Signals
-from fp4adam.optim.options import Options
 
 if TYPE_CHECKING:
     from fp4adam.optim.fused_adam import FusedAdam
@@ -27,7 +26,17 @@ class GradientRelease:
 
     def __init__(self, optimizer: "FusedAdam") -> None:
         engine = optimizer._engine
-        _check(engine.targets.options)
+        options = engine.targets.options
+        if options.use_decoupled_grad:
+            raise NotImplementedError(
+                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
+                "hooks for param.grad only; leave use_decoupled_grad False"
+            )
+        if options.capturable:
+            raise NotImplementedError(
+                "capturable must be False for gradient release, got True: its hooks step "
+                "parameters one by one; capture backward() and step() in one graph instead"
+            )
         engine.settle()
         engine.forget()
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
@@ -187,16 +196,3 @@ def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:
     """What autograd and FSDP2 call once the gradient of a parameter is complete."""
     if _is_in_use(release()):
         release().release(param)
-
-
-def _check(options: Options) -> None:
-    if options.use_decoupled_grad:
-        raise NotImplementedError(
-            "use_decoupled_grad must be False for gradient release, got True: autograd calls "
-            "hooks for param.grad only; leave use_decoupled_grad False"
-        )
-    if options.capturable:
-        raise NotImplementedError(
-            "capturable must be False for gradient release, got True: its hooks step "
-            "parameters one by one; capture backward() and step() in one graph instead"
-        )

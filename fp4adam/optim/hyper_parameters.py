@@ -19,15 +19,7 @@ _WORDS = {
 
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
-    """Check the options of a group (merged with the defaults) of the optimizer class ``name``.
-
-    Raises:
-        ValueError: If a number is out of range, or a tensor has more than one element or comes
-            with ``foreach=True``.
-        TypeError: If a value is not a number or a tensor.
-        NotImplementedError: For ``differentiable``.
-        RuntimeError: If ``fused`` and ``foreach`` are both True.
-    """
+    """Check the options of a group (merged with the defaults) of the optimizer class ``name``."""
     if options["fused"] and options["differentiable"]:
         raise NotImplementedError("`fused` does not support `differentiable`")
     if options["fused"] and options["foreach"]:
@@ -49,18 +41,11 @@ def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], may_wait: bool = True) -> dict[str, Any]:
-    """Check the numbers of a group, which user code may change or a checkpoint may bring.
+    """Check the numbers of a group, which user code or a checkpoint may bring; returns them.
 
     A negative learning rate is allowed and ascends, as in ``torch.optim``: schedules may end just
     below zero. With ``may_wait=False`` tensors on a device are not checked, because reading them
     would sync.
-
-    Returns:
-        The numbers by name.
-
-    Raises:
-        ValueError: If a number is NaN or out of range, or a tensor has not one element.
-        TypeError: If a value is not a number or a tensor.
     """
     betas = options["betas"]
     if not isinstance(betas, Iterable):

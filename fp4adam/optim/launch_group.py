@@ -5,41 +5,27 @@ from collections.abc import Callable, Hashable
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.optim.launch_key import LaunchKey
-from fp4adam.optim.target import ALIGNMENT, ReadGrad, Target
+from fp4adam.optim.target import ALIGNMENT, LaunchKey, ReadGrad, Target
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
-
-if TYPE_CHECKING:
-    from fp4adam.kernels.adam import StepLaunch
 
 _numel = torch._C.TensorBase.numel
 _shape_and_device = attrgetter("shape", "device")
 
 
 class LaunchGroup:
-    """The parameters of one launch.
+    """The parameters of one launch, all with the same ``launch_key``.
 
-    Args:
-        key: The properties that they have in common.
-        members: The parameters, all with this ``launch_key``.
-        read_grad: Returns a parameter's gradient, or None.
-        grads_vary: Whether a gradient's shape or device may differ from its parameter's.
-
-    Attributes:
-        launch: The launch that steps them; set once the tables exist.
-        slots: The amax slot of each member; members that share an amax share a slot.
-        grads: Addresses of the gradients at the last call of :meth:`takes_grads`; 0 for none.
-        present: Which members had a gradient then.
+    ``grads_vary``: Whether a gradient's shape or device may differ from its parameter's.
     """
 
-    launch: "StepLaunch"
+    launch: Any  # StepLaunch; set once the tables exist
 
     def __init__(
         self, key: LaunchKey, members: list[Target], read_grad: ReadGrad, grads_vary: bool
@@ -54,11 +40,12 @@ class LaunchGroup:
         peers: dict[Hashable, list[int]] = defaultdict(list)
         for i, member in enumerate(members):
             peers[member.scales].append(i)
+        # Of the amaxes: members that share one share a slot.
         slots = {scales: slot for slot, scales in enumerate(peers)}
         self.slots = [slots[m.scales] for m in members]
         # Members that share an amax: the launch steps all of them or none.
         self._peers = [p for p in peers.values() if len(p) > 1 and not is_plain]
-        self.grads: list[int] = []
+        self.grads: list[int] = []  # addresses at the last call of takes_grads; 0 for none
         self.present: list[bool] = []
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
@@ -89,7 +76,6 @@ class LaunchGroup:
         return True
 
     def _takes_layouts_of(self, grads: list[Tensor], present: list[bool]) -> bool:
-        """Whether the launch can read gradients with these dtypes, sizes and strides."""
         is_flat = self.key.is_contiguous
         return all(len({present[i] for i in peers}) == 1 for peers in self._peers) and all(
             grad.dtype is self.key.grad_dtype
@@ -126,7 +112,7 @@ def make_launches(
 ) -> DeviceTables:
     """Build one table for all groups on a device, and each group's launch on its part of it.
 
-    ``n_members``, ``n_hyper``: The rows of scalars and of hyper-parameters, as in ``DeviceTables``.
+    ``n_members``, ``n_hyper``: as in ``DeviceTables``.
     """
     from fp4adam.kernels import plain_step, step
     from fp4adam.kernels.launch.launch import compile_together

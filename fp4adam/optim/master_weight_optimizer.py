@@ -7,7 +7,7 @@ gradients take the place of the parameters there; between steps they are entries
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,17 +19,10 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
-from fp4adam.optim import checks
+from fp4adam.optim import checks, master_weights
 from fp4adam.optim import state_dict as saving
 from fp4adam.optim.adam import updates_params
 from fp4adam.optim.engine import Engine
-from fp4adam.optim.master_weights import (
-    adopt,
-    find_restarting,
-    find_stale,
-    together,
-    warn_of_loaded,
-)
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
 from fp4adam.optim.target import Target, Targets, is_own_master
@@ -248,19 +241,17 @@ class MasterWeightOptimizer(Optimizer):
         """Raise if a parameter cannot be stepped; restart masters that other code has replaced."""
         name, params = type(self).__name__, self._params()
         checks.check_distinct(params)
-        together: dict[Hashable, list[Tensor]] = defaultdict(list)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
-                together[self._targets[param].scales].append(param)
                 if param.grad is not None:
                     checks.check_gradient(name, param, local(param.grad))
                 kept = {k: x for k, x in self.state.get(param, {}).items() if k == MASTER}
                 checks.check_state(param, kept, self._targets.options)
-            for scales, peers in together.items():
-                if isinstance(scales, ScaleGroup):
-                    checks.check_scale_group(peers, scales)
+            for peers in master_weights.together(self._targets[param] for param in params):
+                if isinstance(peers[0].scales, ScaleGroup):
+                    checks.check_scale_group([t.owner for t in peers], peers[0].scales)
             settle_written(sharded_weights(params))
-            restarting = find_restarting(self._with_masters(), self.state)
+            restarting = master_weights.find_restarting(self._with_masters(), self.state)
             self.reset_master_weights([target.owner for target in restarting])
 
     def _with_gradients(self) -> list[Tensor]:
@@ -327,7 +318,10 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = {each.owner: each for each in find_stale(self._with_masters(), self.state)}
+            stale = {
+                each.owner: each
+                for each in master_weights.find_stale(self._with_masters(), self.state)
+            }
             for param, key in saving.saved_keys(self.param_groups, state_dict):
                 if param in stale:
                     value = like(param, stale[param].value())
@@ -383,9 +377,11 @@ class MasterWeightOptimizer(Optimizer):
             self.inner.param_groups, self.inner.state = groups, before
             raise
         self._leave()
-        for peers in together(with_masters):
-            n_other += adopt(peers, [self.state[target.owner] for target in peers]).count(False)
-        warn_of_loaded(n_other, 0)
+        for peers in master_weights.together(with_masters):
+            n_other += master_weights.adopt(
+                peers, [self.state[target.owner] for target in peers]
+            ).count(False)
+        master_weights.warn_of_loaded(n_other, 0)
 
 
 def _own_part(param: Tensor, value: Any) -> Any:

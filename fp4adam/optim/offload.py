@@ -21,8 +21,8 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import is_dtensor, like, local, sharded_dims
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.optim.engine import Engine, Group, Signals
-from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.state_dict import TENSOR_NAMES
+from fp4adam.optim.state_tensor import is_dense
 from fp4adam.optim.target import State, Targets
 
 CHUNK_BYTES = 2**28  # of FP32 states that a chunk is filled up to

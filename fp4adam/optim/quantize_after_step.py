@@ -34,13 +34,7 @@ def quantized_after_step(peers: Sequence[Target], read_grad: ReadGrad) -> bool:
 
 
 class QuantizeAfterStep:
-    """Exchanges shared amaxes, in the same order on every rank, and quantizes what waits for them.
-
-    Args:
-        members: All parameters of a step.
-        groups: The launches, with the parameters that they step.
-        read_grad: Returns a parameter's gradient, or None.
-    """
+    """Exchanges shared amaxes, in one order on all ranks, and quantizes what waits for them."""
 
     def __init__(
         self, members: Sequence[Target], groups: Sequence[LaunchGroup], read_grad: ReadGrad
@@ -75,12 +69,9 @@ class QuantizeAfterStep:
     def finish(self, launches: list[tuple], skipped: bool) -> None:
         """Exchange amaxes, then write the weights that depend on them.
 
-        Only those with a gradient, and all members of a scale group if one has a gradient.
-
-        Args:
-            launches: The prepared launches, each with its signals.
-            skipped: Whether the host knows that this step changes nothing. The exchange happens
-                anyway, because other ranks may not have checked on the host.
+        Only those with a gradient, and all members of a scale group if one has a gradient. If the
+        host knows that the step is ``skipped``, the exchange happens anyway, because other ranks
+        may not have checked on the host.
         """
         if not skipped:
             for peers in self._scale_groups:

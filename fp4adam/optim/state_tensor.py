@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import like, local
-from fp4adam.optim.memory_layout import memory_order
 from fp4adam.optim.state_codec import INT8, PLAIN, REMAINDER, StateCodec, codec_of_codes
 
 # Where the scales of a state are kept, beside its codes.
@@ -93,13 +92,30 @@ def state_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order."""
+    if not tensor.numel():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions, sorted from the largest stride to the smallest."""
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
+
+
 def _flat(x: Tensor) -> Tensor:
     """The elements in memory order."""
-    return x.permute(memory_order(x)).reshape(-1)
+    return x.permute(_memory_order(x)).reshape(-1)
 
 
 def _like(x: Tensor, flat: Tensor) -> Tensor:
     """Elements in the memory order of ``x``, in its layout."""
-    order = memory_order(x)
+    order = _memory_order(x)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view(x.permute(order).shape).permute(inverse)

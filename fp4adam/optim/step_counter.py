@@ -26,21 +26,13 @@ _step = itemgetter("step")
 
 @dataclasses.dataclass(eq=False)
 class StepGroup:
-    """Members of one parameter group with the same step count, which share the scalars of a step.
-
-    Attributes:
-        group: The parameter group.
-        step: The number of steps counted so far.
-        ratio: The bound on their moments; see ``update_bound``.
-        members: Indices of the parameters.
-        scalars: The scalars of the last step.
-    """
+    """Members of one parameter group with the same step count, so with the same scalars."""
 
     group: dict[str, Any]
     step: float
-    ratio: float = 0.0
-    members: list[int] = dataclasses.field(default_factory=list)
-    scalars: Scalars | None = None
+    ratio: float = 0.0  # the bound on their moments; see ``update_bound``
+    members: list[int] = dataclasses.field(default_factory=list)  # their indices
+    scalars: Scalars | None = None  # of the last step
 
     def advance(self) -> None:
         # Stop where the float32 counter in the state stops, so that resumed runs count alike.
@@ -58,19 +50,12 @@ class StepGroup:
 
 
 class StepCounter:
-    """Counts the steps of parameters.
+    """Counts the steps of parameters on the host.
 
-    The ``step`` tensors of the states are views of one tensor, so one operator increments them all.
-    If the device skips a step, the count is taken back later.
+    The ``step`` tensors of the states become views of one tensor, so one operator increments them
+    all. If the device skips a step, the count is taken back later.
 
-    Args:
-        members: The parameters; their states get new counters, equal to the old ones.
-        ratios: The bound on the moments of each parameter; see ``update_bound``.
-
-    Attributes:
-        groups: What takes part; empty if nothing does.
-        rows: For each member its row of scalars: the index of its group in ``groups``.
-        launches: Those of a :class:`DeviceCounter`.
+    ``ratios``: The bound on the moments of each parameter; see ``update_bound``.
     """
 
     launches = ()
@@ -86,8 +71,8 @@ class StepCounter:
         self._version = self._steps._version
         self._ratios = list(ratios)
         self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
-        self.groups: list[StepGroup] = []
-        self.rows: list[int] = []
+        self.groups: list[StepGroup] = []  # what takes part
+        self.rows: list[int] = []  # for each member the index of its group there
         # ``found_inf`` of the last step on the host, and the event of its arrival.
         self._skip: tuple[Tensor, torch.cuda.Event | None] | None = None
         # The largest count of members that take no part, by the id of their parameter group.
@@ -159,7 +144,7 @@ class StepCounter:
             self._version = self._steps._version
 
     def numbers(self) -> list[float]:
-        """The numbers that the tables take: the scalars of all groups, one row each."""
+        """The rows of scalars that the tables take."""
         return [*chain.from_iterable(group.numbers() for group in self.groups)]
 
     def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
@@ -167,17 +152,13 @@ class StepCounter:
 
 
 class DeviceCounter:
-    """Counts the steps of parameters on their devices; the counterpart of ``StepCounter``.
+    """Counts the steps of parameters on their devices.
 
-    Each parameter has a row of scalars of its own, because only the device knows which counts are
-    equal.
+    Each has a row of scalars of its own, because only the device knows which counts are equal.
 
     Args:
         parts: The tables of each device, with the launches that read them.
         empty: Members without elements, which no launch steps.
-
-    Attributes:
-        launches: The launch that computes the scalars of each device.
     """
 
     def __init__(

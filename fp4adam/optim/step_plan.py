@@ -20,12 +20,11 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
-from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
-from fp4adam.optim.target import ReadGrad, Target
+from fp4adam.optim.target import LaunchKey, ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors.fingerprint import Column, Fingerprint, version
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -46,15 +45,6 @@ class StepPlan:
         outsiders: All other parameters; they have no gradients while the plan holds.
         read_grad: Returns a parameter's gradient, or None.
         options: The options of the optimizer.
-
-    Attributes:
-        members: The parameters that the step may update.
-        counter: What counts their steps.
-        has_run: True once all kernels have been loaded, so that a CUDA graph can record them.
-        memory_of_replays: What a captured step reads besides parameters, states and gradients.
-
-    Raises:
-        RuntimeError: If the optimizer is capturable and kernels cannot step a member.
     """
 
     def __init__(
@@ -110,7 +100,7 @@ class StepPlan:
             for name in m.state_names
         ]
         self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
-        self.has_run = False
+        self.has_run = False  # all kernels have been loaded then, so a CUDA graph can record them
         self.counter: StepCounter | DeviceCounter
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
@@ -118,6 +108,7 @@ class StepPlan:
             self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
         self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
         launches = [group.launch for group in self._groups]
+        # What a captured step reads besides parameters, states and gradients.
         self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
         self._rows_of_parts: list[list[int]] = [[] for _ in self._parts]
         self._rows_by_operators: list[int] = []
@@ -152,12 +143,8 @@ class StepPlan:
     ) -> None:
         """Run the step; call :meth:`fits` right before, and only if it is true.
 
-        Args:
-            clip: One-element tensor per device that multiplies the gradients after the division.
-            grad_scale: One-element tensor that divides the gradients, or None.
-            found_inf: One-element tensor, or None; if it is not 0, nothing changes. The kernels
-                read it on the device; only the torch operators make the host wait for it.
-            captures: Whether a CUDA graph records the step.
+        If ``found_inf`` is not 0, nothing changes. The kernels read it on the device; only the
+        torch operators make the host wait for it.
         """
         grads = [self._read_grad(m.owner) for m in self._by_operators]
         self._regroup(grads)
@@ -247,8 +234,6 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
     the next step continues from whatever it holds.
-
-    ``more_names``: State tensors that the kernels use besides ``state_names``.
     """
     columns: list[Column] = []
     marked: dict[int, list[Target]] = {}  # by column

@@ -7,9 +7,10 @@ what it is. How its master is stored is one of four strategies, see ``masters``.
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import (
@@ -24,9 +25,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars, adam_
-from fp4adam.optim.launch_key import LaunchKey
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
-from fp4adam.optim.memory_layout import is_dense
 from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import split_off
 from fp4adam.optim.state_codec import (
@@ -34,14 +33,16 @@ from fp4adam.optim.state_codec import (
     INT8,
     PLAIN,
     STATE_BLOCK,
+    StateCodec,
     dither_bits,
     round_to_codes_,
     split_master,
 )
-from fp4adam.optim.state_tensor import SCALES, StateTensor, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, is_dense, state_like
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
 
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
@@ -53,6 +54,43 @@ _SALT = 0x9E3779B9
 _SCALED = (MASTER, "exp_avg", "exp_avg_sq")
 
 ReadGrad = Callable[[Tensor], Tensor | None]
+
+
+class LaunchKey(NamedTuple):
+    """What the parameters of one launch have in common.
+
+    ``quantizer``: None for plain parameters. ``groups``: the ranks with the other shards of tensors
+    that share a scale; () if no exchange is needed. ``write_dtype``: the dtype that the updated
+    value is rounded to on its way to the parameter; None if only the value itself is written.
+    """
+
+    device: torch.device
+    quantizer: Quantizer | None
+    groups: tuple[dist.ProcessGroup, ...]
+    grad_dtype: torch.dtype
+    value_dtype: torch.dtype
+    write_dtype: torch.dtype | None
+    value_codec: StateCodec
+    exp_avg_codec: StateCodec
+    exp_avg_sq_codec: StateCodec
+    adam_w_mode: bool
+    amsgrad: bool
+    is_contiguous: bool
+
+    def variant(self) -> Any:
+        """The compile-time options of the Adam kernels."""
+        from fp4adam.kernels.adam import step_variant  # Triton is slow to import
+
+        return step_variant(
+            grad_dtype=self.grad_dtype,
+            value_dtype=self.value_dtype if self.quantizer is None else None,
+            write_dtype=self.write_dtype,
+            value_codec=self.value_codec.name,
+            exp_avg_codec=self.exp_avg_codec.name,
+            exp_avg_sq_codec=self.exp_avg_sq_codec.name,
+            adam_w=self.adam_w_mode,
+            amsgrad=self.amsgrad,
+        )
 
 
 class Target:

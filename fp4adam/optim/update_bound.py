@@ -36,11 +36,10 @@ def ratio_after(step: float, scalars: Scalars) -> float:
 
 
 def _growth(scalars: Scalars) -> tuple[float, float]:
-    s = scalars
-    weight = s.lerp_weight if s.lerp_weight > 0 else 1 + s.lerp_weight
-    if s.one_minus_beta2 == 0 or s.beta2 == 0:
+    weight = scalars.lerp_weight if scalars.lerp_weight > 0 else 1 + scalars.lerp_weight
+    if scalars.one_minus_beta2 == 0 or scalars.beta2 == 0:
         return 0.0, math.inf
-    return (1 - weight) ** 2 / s.beta2, weight**2 / s.one_minus_beta2
+    return (1 - weight) ** 2 / scalars.beta2, weight**2 / scalars.one_minus_beta2
 
 
 def largest_update(scalars: Scalars, ratio: float) -> float:
