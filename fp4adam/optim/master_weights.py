@@ -26,8 +26,7 @@ from fp4adam.optim.target import QuantizedTarget, State, Target
 def find_stale(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:
     """The targets whose masters in ``states`` restart; marks all others.
 
-    A step cannot communicate here: FSDP2 may reallocate the shards of some ranks only, so not every
-    rank gets to this comparison. Each rank compares its own rows.
+    Each rank compares its own rows: not every one gets here, as FSDP2 may reallocate some shards.
     """
     stale = set()
     for p in targets:

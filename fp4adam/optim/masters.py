@@ -22,16 +22,8 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import like, local
+from fp4adam.optim import remainder
 from fp4adam.optim.options import Options
-from fp4adam.optim.remainder import (
-    UNITS_PER_GAP,
-    complete,
-    digest,
-    is_in_reach,
-    largest_values,
-    split_off,
-    units,
-)
 from fp4adam.optim.state_codec import (
     CODES,
     FLOAT32,
@@ -123,8 +115,6 @@ class NoMaster:
 
 
 class WholeMaster(NoMaster):
-    """``master_param`` in the state, in the format of a codec."""
-
     name = MASTER
 
     def __init__(self, owner: Tensor, param: Tensor, codec: StateCodec) -> None:
@@ -159,7 +149,7 @@ class HighHalf(NoMaster):
 
     def read(self, state: State) -> Tensor | None:
         if MASTER in state:  # loaded
-            return StateTensor.of(state, MASTER, PLAIN).decode().to(self.param.device)
+            return local(state[MASTER]).to(self.param.device)
         if REST not in state:
             return None
         return join_master(self.param.detach(), local(state[REST]).to(self.param.device))
@@ -198,25 +188,28 @@ class CodeRemainder(WholeMaster):
     def read(self, state: State) -> Tensor | None:
         if not self.is_stored(state):
             return super().read(state)
-        return complete(self.param, local(state[MASTER]).to(self.param.device))
+        return remainder.complete(self.param, local(state[MASTER]).to(self.param.device))
 
     def store(self, state: State, value: Tensor | None) -> None:
         NoMaster.store(self, state, value)
-        state[MASTER] = like(self.owner, split_off(self.param, value.view(self.param.shape)))
+        state[MASTER] = like(
+            self.owner, remainder.split_off(self.param, value.view(self.param.shape))
+        )
 
     def can_hold(self, value: Tensor) -> bool:
-        return is_in_reach(self.param, value)
+        return remainder.is_in_reach(self.param, value)
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
         own = super().saved(state, compact, as_te)
         if compact and self.is_stored(own):
-            own[DIGEST] = digest(self.param)
+            own[DIGEST] = remainder.digest(self.param)
         return own
 
     def belongs(self, state: State) -> bool:
         if not self.is_stored(state):
             return super().belongs(state)
-        return DIGEST in state and torch.equal(state[DIGEST].cpu(), digest(self.param))
+        known = state.get(DIGEST)
+        return known is not None and torch.equal(known.cpu(), remainder.digest(self.param))
 
 
 def _is_near(param: Tensor, value: Tensor) -> bool:
@@ -229,7 +222,7 @@ def _is_near(param: Tensor, value: Tensor) -> bool:
     # What is rounded to the largest code may be larger: by less than two gaps with scales of its
     # own, by any factor with those of earlier values.
     if isinstance(param, QuantizedTensor):
-        largest = largest_values(param)
+        largest = remainder.largest_values(param)
         is_delayed = param.quantizer.layout.tensor_scale == "delayed"
     else:
         largest, is_delayed = torch.finfo(param.dtype).max, True
@@ -249,7 +242,7 @@ def _decoded(param: Tensor) -> Tensor:
 def _gaps(param: Tensor) -> Tensor:
     """The gap from each value to the next larger magnitude, float32."""
     if isinstance(param, QuantizedTensor):
-        return units(param).mul_(UNITS_PER_GAP)
+        return remainder.units(param).mul_(remainder.UNITS_PER_GAP)
     info = torch.finfo(param.dtype)
     power = _decoded(param).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
     return power.clamp_(info.smallest_normal, info.max).mul_(info.eps)

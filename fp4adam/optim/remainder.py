@@ -27,11 +27,10 @@ from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import Storage
 
-# The remainder of half a gap. The rest up to 127 covers the rounding to BF16 that
-# ``quantize_from="param_dtype"`` puts before the codes, 1/16 of half a gap of E4M3.
-HALF_GAP = 119.5
+# What half a gap leaves up to 127 covers the rounding to BF16 that ``quantize_from="param_dtype"``
+# puts before the codes, 1/16 of half a gap of E4M3.
+UNITS_PER_GAP = 239.0
 NAN = -128
-UNITS_PER_GAP = 2 * HALF_GAP
 # The byte of the smallest block scale of NVFP4 in a unit, 2**-7.
 _LEAST_SCALE = 4
 # From 256 to 512 a number has 15 bits below the point.
@@ -124,9 +123,8 @@ def digest(param: QuantizedTensor) -> Tensor:
     part = rows.own_blocks(param)
     tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
-    names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
     total = torch.zeros(1, dtype=torch.int64, device=param.device)
-    for name in names:
+    for name in (f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"):
         inner = getattr(tensors, name)
         if inner is None or not inner.numel():
             continue

@@ -27,14 +27,8 @@ from fp4adam.optim.target import State, Target, is_own_master
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
-_ORDER = (
-    "step",
-    *(name for state in STATE_NAMES for name in (state, SCALES[state])),
-    REST,
-    DIGEST,
-)
-# The tensors of a state; ``step`` is a count.
-TENSOR_NAMES = frozenset(_ORDER[1:])
+# The tensors of a state, beside its count.
+TENSOR_NAMES = (*(n for state in STATE_NAMES for n in (state, SCALES[state])), REST, DIGEST)
 
 Groups = list[dict[str, Any]]
 
@@ -51,7 +45,6 @@ def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Ten
 
 
 def check_compact(states: dict[Any, Any]) -> None:
-    """Raise if sharded states have scales or remainders, which fit this number of ranks only."""
     for state in (x for param, x in states.items() if is_dtensor(param) and isinstance(x, dict)):
         found = sorted(SCALES.values() & state.keys())
         if MASTER in state and state[MASTER].dtype == torch.int8:
@@ -66,11 +59,7 @@ def check_compact(states: dict[Any, Any]) -> None:
 
 @torch.no_grad()
 def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
-    """The state dict of an optimizer.
-
-    ``compact``: Keep codes and scales as they are stored. ``as_te``: Use the layout of Transformer
-    Engine, unless compact.
-    """
+    """``compact``: Keep codes and scales. ``as_te``: Else in Transformer Engine's layout."""
     keys: dict[Tensor, int] = {}
     groups: Groups = []
     for group, params in engine.groups:
@@ -102,7 +91,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
 
 
 def _stale(engine: Engine) -> tuple[dict[Tensor, State], set[Target]]:
-    """The states of parameters, and those of these whose masters restart."""
+    """The states of parameters, and the targets whose masters restart."""
     own = {param: te_layout.stored_state(engine.states.get(param)) for param in engine.params}
     own = {param: state for param, state in own.items() if isinstance(state, dict)}
     with torch._C.DisableTorchFunctionSubclass():
@@ -144,8 +133,8 @@ def saved_state(
             values = StateTensor.of(saved, name, codec).decode()
             StateTensor(PLAIN, values, None).store(saved, name, member.owner)
     saved |= member.master.saved(state, compact, as_te)
-    known = [name for name in _ORDER if name in saved]
-    return {name: saved[name] for name in (*known, *sorted(saved.keys() - set(_ORDER)))}
+    known = [name for name in ("step", *TENSOR_NAMES) if name in saved]
+    return {name: saved[name] for name in (*known, *sorted(saved.keys() - {*known}))}
 
 
 @torch.no_grad()
@@ -167,12 +156,7 @@ def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
 def loaded(
     engine: Engine, state_dict: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[Any, Any], Groups, dict[Tensor, State]]:
-    """New states without masters, groups, and the saved states, for :func:`load_masters`.
-
-    Raises:
-        ValueError: If groups, shapes, dtypes, placements or numbers do not fit.
-        TypeError: If a hyper-parameter is not a number.
-    """
+    """New states without masters, groups, and the saved states, for :func:`load_masters`."""
     check_is_state_dict(state_dict)
     groups, options = [group for group, _ in engine.groups], engine.targets.options
     check_groups(groups, state_dict)
@@ -196,7 +180,7 @@ def loaded(
         states[owner] = saved
         if key in owners and isinstance(saved, dict):
             given[owner] = saved
-            others = {n: x for n, x in saved.items() if n == "step" or n not in _ORDER}
+            others = {n: x for n, x in saved.items() if n not in TENSOR_NAMES}
             state = engine.placed(owner, _moments(engine.targets[owner], saved))
             states[owner] = {**others, **state}
     complete_groups(new_groups, defaults, options.capturable)
@@ -222,13 +206,11 @@ def with_counts(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
     """States that were loaded, copied or unpickled, with counts of their own."""
     new = defaultdict(dict)
     for param, state in states.items():
-        if isinstance(state, dict):
-            state = dict(state)
-            if "step" in state:
-                device = param.device if capturable else "cpu"
-                step = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
-                state["step"] = step.reshape(()).clone()
-        new[param] = state
+        new[param] = state = dict(state) if isinstance(state, dict) else state
+        if isinstance(state, dict) and "step" in state:
+            device = param.device if capturable else "cpu"
+            step = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+            state["step"] = step.reshape(()).clone()
     return new
 
 
@@ -338,20 +320,13 @@ def adopt_master(member: Target, master: Tensor) -> bool:
 
 
 def _local_part(owner: Tensor, saved: State) -> State:
-    """The local part of a saved state, as a new dictionary.
-
-    Raises:
-        ValueError: If the placements of the state differ from those of its parameter.
-    """
+    """The local part of a saved state; ValueError if it is placed otherwise than its parameter."""
     kind = dtensor_class()
     if not isinstance(owner, kind):
-        return {
-            name: part_for(owner, value) if isinstance(value, kind) else value
-            for name, value in saved.items()
-        }
+        parts = {n: part_for(owner, value) for n, value in saved.items() if isinstance(value, kind)}
+        return saved | parts
     # The saved scales are those of the whole tensor, so decode before cutting.
-    names = [name for name in STATE_NAMES if name in saved]
-    numbers = {name: StateTensor.of_saved(saved, name).decode() for name in names}
+    numbers = {n: StateTensor.of_saved(saved, n).decode() for n in STATE_NAMES if n in saved}
     return {
         name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
         for name, value in {**saved, **numbers}.items()
@@ -363,7 +338,6 @@ def _local_part(owner: Tensor, saved: State) -> State:
 
 
 def check_is_state_dict(state_dict: dict[str, Any]) -> None:
-    """Raise ValueError if ``state_dict`` is not the state dict of an optimizer."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             f"state_dict must have state and param_groups, got {sorted(map(str, state_dict))[:3]}; "
@@ -372,7 +346,7 @@ def check_is_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def check_groups(groups: Groups, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError, as torch.optim does, if groups of parameters differ in size."""
+    """Raises ValueError with the messages of torch.optim."""
     saved = state_dict["param_groups"]
     if len(groups) != len(saved):
         raise ValueError("loaded state dict has a different number of parameter groups")
@@ -384,7 +358,6 @@ def check_groups(groups: Groups, state_dict: dict[str, Any]) -> None:
 
 
 def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError if ``state_dict`` holds masters that do not fit these parameters."""
     for i, (param, key) in enumerate(saved_keys(groups, state_dict)):
         saved, what = state_dict["state"][key], f"master_param of parameter {i}"
         if SCALES[MASTER] in saved or REST in saved:
@@ -397,7 +370,6 @@ def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
 
 
 def _check_state(i: int, param: Tensor, saved: Any) -> None:
-    """Raise ValueError if a saved state does not fit parameter number ``i``."""
     if not saved:
         return
     if not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
@@ -443,10 +415,9 @@ def _check_tensor(
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Raise unless a saved value is a dense tensor of this shape and dtype, or floating point."""
+    """Raise unless it is a dense tensor of this shape (that of ``param``) and dtype (floating)."""
     kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    is_right = kind == dtype or dtype is None and getattr(kind, "is_floating_point", False)
-    if not is_right:
+    if not (kind == dtype or dtype is None and getattr(kind, "is_floating_point", False)):
         wanted = str(dtype).removeprefix("torch.") if dtype else "a floating point tensor"
         raise ValueError(
             f"{what} must be {wanted}, got {kind}; the checkpoint is damaged, or must be converted "

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import like, local
-from fp4adam.optim.adam import Scalars, adam_
-from fp4adam.optim.state_codec import (
-    INT8,
-    PLAIN,
-    REMAINDER,
-    StateCodec,
-    codec_of_codes,
-    dither_bits,
-)
+from fp4adam.optim.state_codec import INT8, PLAIN, REMAINDER, StateCodec, codec_of_codes
 
 # Where the scales of a state are kept, beside its codes.
 SCALES = {
@@ -26,13 +18,9 @@ SCALES = {
 
 
 class StateTensor(NamedTuple):
-    """One state of a parameter: the rank's own codes and their scales.
+    """One state of a parameter: the rank's own codes, in the parameter's shape, and their scales.
 
-    Attributes:
-        codec: The storage format.
-        codes: Dense tensor in the shape of the parameter, of the codec's dtype.
-        scales: uint8 [ceil(n / 32)] in memory order; for remainders, int16 in the shape of the
-            parameter; otherwise None.
+    These are uint8 [ceil(n / 32)] in memory order; for remainders, int16 in the parameter's shape.
     """
 
     codec: StateCodec
@@ -41,11 +29,8 @@ class StateTensor(NamedTuple):
 
     @classmethod
     def of(cls, state: dict[str, Any], name: str, codec: StateCodec) -> "StateTensor":
-        """The entry ``name`` of a parameter's optimizer state.
-
-        A master that was just loaded is FP32 until the next step encodes it.
-        """
         codes, scales = local(state[name]), state.get(SCALES[name])
+        # A master that was just loaded is FP32 until the next step encodes it.
         return cls(codec if codes.dtype == codec.dtype else PLAIN, codes, scales)
 
     @classmethod
@@ -55,26 +40,15 @@ class StateTensor(NamedTuple):
         codec = INT8 if name == "master_param" and codes.dtype == torch.int8 else PLAIN
         return cls(codec if scales is None else codec_of_codes(name, codes.dtype), codes, scales)
 
-    @classmethod
-    def zeros(cls, codec: StateCodec, param: Tensor) -> "StateTensor":
-        """Zeros in the layout of ``param``."""
-        return cls(codec, *codec.zeros_like(param))
-
     def store(self, state: dict[str, Any], name: str, owner: Tensor) -> None:
-        """Put it into a state under ``name``; as a DTensor if its parameter ``owner`` is one.
-
-        Scales follow each rank's memory order, not the shape of the parameter: no DTensors.
-        """
+        """Put it into a state under ``name``; as a DTensor if its parameter ``owner`` is one."""
         state[name] = like(owner, self.codes)
         state.pop(SCALES[name], None)
-        if self.scales is not None:
+        if self.scales is not None:  # in each rank's memory order: no DTensor
             state[SCALES[name]] = self.scales
 
     def decode(self) -> Tensor:
-        """The values as float32, in the layout of the codes.
-
-        An exact codec returns its codes as they are, in their own dtype and without a copy.
-        """
+        """The values as float32; codes of an exact codec as they are, without a copy."""
         if self.codec.exact:
             return self.codes
         scales = _flat(self.scales) if self.codec is REMAINDER else self.scales
@@ -93,7 +67,7 @@ class StateTensor(NamedTuple):
 
     @classmethod
     def encode(cls, codec: StateCodec, x: Tensor) -> "StateTensor":
-        """Encode a dense float32 tensor, rounding each value to the nearest code."""
+        """Round each value of a dense float32 tensor to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
         codes, scales = codec.encode(_flat(x))
@@ -103,12 +77,12 @@ class StateTensor(NamedTuple):
 def restored(saved: StateTensor, codec: StateCodec, param: Tensor) -> StateTensor:
     """A copy of a saved state of ``param``, converted to ``codec``."""
     if saved.codec.name == codec.name:
-        _, codes, scales = zeros = StateTensor.zeros(codec, param)
+        codes, scales = codec.zeros_like(param)
         if saved.codes.stride() == codes.stride():
             codes.copy_(saved.codes)
             if scales is not None:
                 scales.copy_(saved.scales)
-            return zeros
+            return StateTensor(codec, codes, scales)
     return StateTensor.encode(codec, state_like(param).copy_(saved.decode()))
 
 
@@ -145,30 +119,3 @@ def _like(x: Tensor, flat: Tensor) -> Tensor:
     order = _memory_order(x)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view(x.permute(order).shape).permute(inverse)
-
-
-def adam_stored_(
-    value: StateTensor,
-    grad: Tensor,
-    exp_avg: StateTensor,
-    exp_avg_sq: StateTensor,
-    max_exp_avg_sq: Tensor | None,
-    scalars: Scalars,
-    adam_w_mode: bool,
-    grad_scale: Tensor | None = None,
-    clip: Tensor | None = None,
-    first_element: int = 0,
-) -> None:
-    """:func:`fp4adam.optim.adam.adam_` on stored states, which it decodes to FP32.
-
-    ``first_element``: Index of the first element within the whole parameter; seeds the dither, so
-    that shards round as the whole would.
-    """
-    stored = (value, exp_avg, exp_avg_sq)
-    numbers = [each.decode() for each in stored]
-    options = (scalars, adam_w_mode, grad_scale, clip)
-    adam_(numbers[0], grad, *numbers[1:], max_exp_avg_sq, *options)
-    if not all(each.codec.exact for each in stored) and grad.numel():
-        dither = dither_bits(first_element, grad.numel(), scalars.dither_step, grad.device)
-        for each, x, bits in zip(stored, numbers, dither, strict=True):
-            each.replace(x, bits)

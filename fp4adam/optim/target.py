@@ -1,8 +1,7 @@
 """The targets of an optimizer: what a step updates, where its states are, and how it is written.
 
 A :class:`Target` is made when a parameter joins an optimizer, and lives as long as the tensor stays
-what it is; :class:`Targets` keeps them. How its master is stored is one of four strategies, see
-``masters``.
+what it is. How its master is stored is one of four strategies, see ``masters``.
 """
 
 import weakref
@@ -25,7 +24,7 @@ from fp4adam.distributed.dtensor import (
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
-from fp4adam.optim.adam import Scalars
+from fp4adam.optim.adam import Scalars, adam_
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import split_off
@@ -39,7 +38,7 @@ from fp4adam.optim.state_codec import (
     round_to_codes_,
     split_master,
 )
-from fp4adam.optim.state_tensor import SCALES, StateTensor, adam_stored_, is_dense, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, is_dense, state_like
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -97,18 +96,10 @@ class LaunchKey(NamedTuple):
 class Target:
     """A plain parameter, or this rank's part of one.
 
-    Args:
-        owner: The parameter in its group; it may be a DTensor.
-        options: The options of the optimizer.
-        param: The tensor that is written for it, if that is not its local tensor.
-
     Attributes:
-        param: The local tensor that is written.
-        master: Where its FP32 value is between steps.
-        codecs: The codecs of the moments, by the name of the state.
-        step_codecs: The codecs of the value and the two moments.
+        owner, param: The parameter in its group, maybe a DTensor, and the local tensor to write.
+        codecs, step_codecs: Those of the moments by name, and of the value and the two moments.
         write_dtype: The dtype that a master is rounded to on its way to the parameter.
-        borrowed: The owner of ``param``'s memory in another package, or None.
         mark: What the optimizer's last write left, or None.
         start_value: The value before rounding, where that is kept until a step uses it.
         has_lost_start: True if another optimizer's step has used it.
@@ -116,11 +107,9 @@ class Target:
     An engine that steps it sets these with :meth:`bind`:
 
     Attributes:
-        group, state, tensors: Its parameter group, its state, and this rank's part of that.
+        state, tensors: Its state, and this rank's part of that.
         stepped: The tensor that Adam updates: the master, or the parameter itself.
-        max_exp_avg_sq, remainder: The tensors of AMSGrad and of a BF16 parameter's master, or None.
         state_scales: The scales of the value and the two moments; None where a codec has none.
-        state_names: The names of the state tensors that the step reads and writes.
         updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
         dither_start: Index of its first element for the dither: in the flattened parameter, after
@@ -155,7 +144,6 @@ class Target:
         self.unbind()
 
     def is_current(self) -> bool:
-        """True if it still describes its owner."""
         own = local(self.owner)
         return own is self._source and (type(own), own.dtype) == self._type
 
@@ -192,7 +180,6 @@ class Target:
         return scales_of(self.owner)
 
     def shard_infos(self) -> tuple[ShardInfo, ...]:
-        """The positions of this rank's part among others that it shares scales with."""
         return ShardInfo.of(self.owner, self.param)
 
     # Its value
@@ -205,7 +192,7 @@ class Target:
         self.param.copy_(split_master(master)[0] if self.master.name == REST else master)
 
     def free_initial_value(self, updates: bool = True) -> None:
-        """Free the value before quantization; kept if the step ``updates`` nothing."""
+        """Free the value before quantization, if there is one and the step ``updates`` anything."""
 
     # Who has written it: is its master its own?
 
@@ -245,8 +232,7 @@ class Target:
     ) -> State:
         """A new state with all that a step needs; what is missing is made.
 
-        ``restart``: True if the master restarts from the parameter. ``device``: Where steps are
-        counted if not on the host.
+        ``restart``: Whether the master restarts from the parameter. ``device``: What counts steps.
         """
         state = dict(state)
         if "step" not in state:
@@ -255,7 +241,8 @@ class Target:
             state["step"] = state["step"].to(device, torch.float32).reshape(())
         for name, codec in self.codecs.items():
             if name not in state:
-                StateTensor.zeros(codec, self.param).store(state, name, self.owner)
+                zeros = StateTensor(codec, *codec.zeros_like(self.param))
+                zeros.store(state, name, self.owner)
         if amsgrad and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = like(self.owner, state_like(self.param))
         if restart or not self.master.is_stored(state):
@@ -298,7 +285,6 @@ class Target:
     # Its step by torch operators
 
     def _stored_value(self) -> StateTensor:
-        """The value in its stored form."""
         codec = self.master.codec
         if self.new_master is not None:
             return StateTensor(PLAIN, self.new_master[0], None)
@@ -322,17 +308,16 @@ class Target:
         """
         value = self._stored_value()
         moments = zip(self.codecs.items(), self.state_scales[1:], strict=True)
-        adam_stored_(
-            value,
-            grad,
-            *(StateTensor(codec, self.tensors[name], s) for (name, codec), s in moments),
-            self.max_exp_avg_sq,
-            scalars,
-            self.group["decoupled_weight_decay"],
-            None if grad_scale is None else grad_scale.to(grad.device),
-            clip,
-            self.dither_start,
-        )
+        stored = value, *(StateTensor(codec, self.tensors[n], s) for (n, codec), s in moments)
+        numbers = [each.decode() for each in stored]
+        adam_w_mode = self.group["decoupled_weight_decay"]
+        grad_scale = None if grad_scale is None else grad_scale.to(grad.device)
+        options = self.max_exp_avg_sq, scalars, adam_w_mode, grad_scale, clip
+        adam_(numbers[0], grad, *numbers[1:], *options)
+        if not all(each.codec.exact for each in stored) and grad.numel():
+            dither = dither_bits(self.dither_start, grad.numel(), scalars.dither_step, grad.device)
+            for each, x, bits in zip(stored, numbers, dither, strict=True):
+                each.replace(x, bits)
         if self._is_written and self.updates:
             self.hold_master(value.codes, scalars.dither_step)
             if not self.quantized_after_step:
@@ -370,7 +355,7 @@ class Target:
         quantized = is_quantized and not self.quantized_after_step
         if self._starts_from_codes and not (quantized and self.updates and param.quantizer.rowwise):
             return False  # kernels decode weights where they quantize rowwise codes
-        if value.dtype == torch.float64 or value.numel() == 0:
+        if value.dtype == torch.float64 or not value.numel():
             return False
         if quantized and not self._fits_quantizing_kernels(bool(scales)):
             return False
@@ -399,8 +384,6 @@ class Target:
 
 
 class QuantizedTarget(Target):
-    """A :class:`QuantizedTensor`, or a shard of one."""
-
     param: QuantizedTensor
 
     def __init__(self, owner: Tensor, options: Options) -> None:
@@ -415,9 +398,9 @@ class QuantizedTarget(Target):
             shared.stepped_by.add(self)
 
     def is_current(self) -> bool:
-        """True if the weight also knows of it, wherever it has moved."""
         if not super().is_current():
             return False  # and may be no quantized tensor any more
+        # The weight has to know of it, wherever it has moved.
         return not self.master.name or self in (self.param._shared.stepped_by or ())
 
     @property
@@ -479,7 +462,6 @@ class BorrowedTarget(Target):
         self._first_mark = self.current_mark()
 
     def is_current(self) -> bool:
-        """True if the tensor is also where it was, and unwritten by others."""
         if not (super().is_current() and self.borrowed.is_on(self._source)):
             return False
         now = self.current_mark()
@@ -510,7 +492,7 @@ class BorrowedTarget(Target):
 
 
 def is_own_master(owner: Tensor) -> bool:
-    """True if a parameter is a plain FP32 one, which is stepped itself."""
+    """Whether a parameter is a plain FP32 one, which is stepped itself."""
     own = local(owner)
     is_plain = not isinstance(own, QuantizedTensor) and not is_foreign(own)
     return is_plain and own.dtype == torch.float32
@@ -541,10 +523,9 @@ class Targets:
         return known
 
     def meet(self, owners: Iterable[Tensor]) -> None:
-        """Let weights know that an optimizer keeps masters of them."""
         for owner in owners:
             if not owner.is_meta:
-                self[owner]
+                self[owner]  # now the weight knows that an optimizer keeps a master of it
 
     def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
@@ -552,14 +533,12 @@ class Targets:
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
 
     def unbind(self, states: dict[Tensor, State]) -> None:
-        """Let go of the memory of these states, until an engine binds others."""
         for owner, state in states.items():
             known = self._known.get(owner)
             if known is not None and known.state is state:
                 known.unbind()
 
     def forget_marks(self) -> None:
-        """Compare every parameter with its master at the next step."""
         for target in self._known.values():
             target.forget()
 
