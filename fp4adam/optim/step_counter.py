@@ -71,7 +71,6 @@ class StepCounter:
             state["step"] = step
         self._version = self._steps._version
         self._ratios = list(ratios)
-        self._counted = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.groups: list[StepGroup] = []  # what takes part
         self.rows: list[int] = []  # for each member the index of its group there
         # ``found_inf`` of the last step on the host, and the event of its arrival.
@@ -153,11 +152,8 @@ class StepCounter:
 class DeviceCounter:
     """Counts the steps of parameters on their devices.
 
-    Each has a row of scalars of its own, because only the device knows which counts are equal.
-
-    Args:
-        parts: The tables of each device, with the launches that read them.
-        empty: Members without elements, which no launch steps.
+    Each has a row of scalars of its own, because only the device knows which counts are equal. No
+    launch steps ``empty`` members; ``parts`` are the tables, with the launches that read them.
     """
 
     def __init__(

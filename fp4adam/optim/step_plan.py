@@ -41,11 +41,8 @@ _local_counter = attrgetter("_local_tensor._shared.tensors.counter")
 class StepPlan:
     """The launches of a step, and the parameters that are stepped by torch operators.
 
-    Args:
-        members: The parameters that the step may update, with gradients or without.
-        outsiders: All other parameters; they have no gradients while the plan holds.
-        read_grad: Returns a parameter's gradient, or None.
-        options: The options of the optimizer.
+    The step may update ``members``, with gradients or without; ``outsiders`` have none while the
+    plan holds.
     """
 
     def __init__(
@@ -248,9 +245,8 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
             columns.append(column)
         own = [m for m in here if not m.borrowed]
         quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
-        counter, versioned = (
-            (_local_counter, _local_versioned) if sharded else (_counter, _versioned)
-        )
+        counter = _local_counter if sharded else _counter
+        versioned = _local_versioned if sharded else _versioned
         # A counter belongs to one storage and holds no memory.
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
