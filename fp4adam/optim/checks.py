@@ -107,7 +107,6 @@ def check_param(options: Options, param: Tensor) -> None:
 
 
 def _check_needs_no_master(own: Tensor) -> None:
-    """Raise unless the codes have the significant bits of E4M3 whatever the scales are."""
     known = isinstance(own, QuantizedTensor)
     layout = (own.quantizer if known else adapter_of(own).quantizer(own)).layout
     has_power_of_two = layout.scale_type == "e8m0" or layout.scale_rule.force_pow_2_scales

@@ -67,7 +67,6 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
 
 
 def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
-    """Raise unless the copy can be written from its weight."""
     for part in parts:
         is_plain = not (isinstance(part, QuantizedTensor) or is_foreign(part) or is_dtensor(part))
         if not is_plain or part.dtype not in HIGH_PRECISION_DTYPES:

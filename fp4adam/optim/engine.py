@@ -218,7 +218,6 @@ class Engine:
         return map(self.states.get, self.params) if self.is_part else self.states.values()
 
     def _structure(self) -> list:
-        """Everything but the tensors that the kernels and the layout of the state depend on."""
         names = "amsgrad", "decoupled_weight_decay", "fused"
         return [
             *((id(group), len(params), self.updates(group)) for group, params in self.groups),

@@ -193,6 +193,5 @@ def _is_in_use(release: GradientRelease | None) -> bool:
 
 
 def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:
-    """What autograd and FSDP2 call once the gradient of a parameter is complete."""
     if _is_in_use(release()):
         release().release(param)

@@ -127,7 +127,6 @@ class MasterWeightOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _with_masters(self) -> list[Target]:
-        """Those with a master in their state."""
         targets = [self._targets[p] for p in self._params() if MASTER in self.state.get(p, {})]
         return [target for target in targets if target.master.name]
 
@@ -139,7 +138,6 @@ class MasterWeightOptimizer(Optimizer):
             return {t.owner: like(t.owner, t.value()) for t in targets if t.master.name}
 
     def _enter(self, masters: dict[Tensor, Tensor]) -> None:
-        """Put masters in the place of parameters, with FP32 copies of their gradients."""
         self._masters = masters
         if "inner" in vars(self):  # other code may have replaced these
             self.inner.param_groups, self.inner.state = self.param_groups, self.state
@@ -158,7 +156,6 @@ class MasterWeightOptimizer(Optimizer):
             self.state.setdefault(param, {})[MASTER] = master
 
     def _exchange(self, by: Mapping[Tensor, Tensor]) -> None:
-        """Exchange tensors in groups and states, whose lists and dictionaries stay the same."""
         for group in self.param_groups:
             group["params"][:] = [by.get(param, param) for param in group["params"]]
         states = [*self.state.items()]
@@ -167,7 +164,6 @@ class MasterWeightOptimizer(Optimizer):
             self.state[by.get(key, key) if isinstance(key, Tensor) else key] = state
 
     def _enter_step(self, params: Iterable[Tensor] = ()) -> None:
-        """Put all masters in the place of their parameters; make those of ``params`` first."""
         masters = {t.owner: self.state[t.owner][MASTER] for t in self._with_masters()}
         new = self._new_masters(param for param in params if param not in masters)
         for param in new:
@@ -253,13 +249,11 @@ class MasterWeightOptimizer(Optimizer):
             self.reset_master_weights([target.owner for target in restarting])
 
     def _with_gradients(self) -> list[Tensor]:
-        """The parameters with a gradient, and all that share scales with them."""
         scales = {p: self._targets[p].scales for p in self._params()}
         chosen = {scales[param] for param in scales if param.grad is not None}
         return [param for param in scales if scales[param] in chosen]
 
     def _finish(self) -> None:
-        """Round the masters that have been stepped to their parameters."""
         stepped = {*self._with_gradients()}
         for group in self.param_groups:
             moves = "lr" not in group or updates_params(group)
@@ -383,7 +377,6 @@ class MasterWeightOptimizer(Optimizer):
 
 
 def _own_part(param: Tensor, value: Any) -> Any:
-    """A copy of a saved value for the inner optimizer; the shard of a whole one of this shape."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)  # such as lists of tensors, which torch.optim would share
     if is_dtensor(param) and value.shape == param.shape:

@@ -123,7 +123,6 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
 
 
 def _gives_bytes(p: Target, state: State) -> bool:
-    """True if the bytes of a weight follow from the loaded master in a state."""
     is_own = isinstance(p, QuantizedTarget)
     is_remainder = p.master.codec is INT8 and p.master.is_stored(state)
     return is_own and not is_remainder and p.param.quantizer.layout.tensor_scale != "delayed"

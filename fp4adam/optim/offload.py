@@ -114,7 +114,6 @@ class OffloadedEngine(Engine):
                 self._keep(part, link)
 
     def _keep(self, part: Engine, link: "Link") -> None:
-        """Give the states that a part has on the GPU new pinned memory, and let go of them."""
         new = part.states
         self._chunks.pop(part, None)
         link.wait()
@@ -134,7 +133,6 @@ class OffloadedEngine(Engine):
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
-        """Make new buffers if a chunk does not fit into its own."""
         link = chunk.link
         if chunk.nbytes <= len(link.buffers[chunk.number]):
             return
@@ -210,7 +208,6 @@ def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
 
 
 def _marks(entries: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str], tuple]:
-    """What tells whether tensors are the same, in the same memory, and unwritten."""
     return {
         key: (id(value), local(value).data_ptr(), value._version, local(value)._version)
         for key, value in entries.items()

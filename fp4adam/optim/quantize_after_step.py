@@ -100,7 +100,6 @@ class QuantizeAfterStep:
 
 
 def _values(members: Sequence[Target]) -> list[Tensor]:
-    """The values to quantize, also of members without a gradient, whose master is their value."""
     values = [m.whole_value() for m in members]
     for member, value in zip(members, values, strict=True):
         if member.new_master is None:

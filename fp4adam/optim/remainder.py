@@ -61,14 +61,12 @@ def largest_values(param: QuantizedTensor) -> Tensor:
 
 
 def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
-    """The values of inner tensors that stand in for those of a weight's own blocks."""
     part, n_rows = rows.own_blocks(param), rows.matrix_shape(param)[0]
     values = part.quantizer.read(tensors, torch.float32)
     return values[part._first_row :][:n_rows].reshape(param.shape)
 
 
 def _powers(tensors: Storage, layout: Layout) -> Storage:
-    """A storage that decodes to the powers of two of the codes, times their factors."""
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
     if layout.code_type.name == "e4m3":
@@ -82,7 +80,6 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
 
 
 def _largest(tensors: Storage, layout: Layout) -> Storage:
-    """A storage that decodes to 4 times the factor where codes are the largest, else to 0."""
     data = f"{layout.kept[0]}_data"
     codes = getattr(tensors, data)
     is_largest = (codes & codes >> 1 & codes >> 2).bitwise_and_(0x11)

@@ -91,7 +91,6 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
 
 
 def _stale(engine: Engine) -> tuple[dict[Tensor, State], set[Target]]:
-    """The states of parameters, and the targets whose masters restart."""
     own = {param: te_layout.stored_state(engine.states.get(param)) for param in engine.params}
     own = {param: state for param, state in own.items() if isinstance(state, dict)}
     with torch._C.DisableTorchFunctionSubclass():
@@ -241,7 +240,6 @@ def with_steps(state_dict: dict[str, Any], unused: dict[Any, tuple[str, ...]]) -
 
 
 def _moments(member: Target, saved: State) -> State:
-    """A copy of the moments in a saved state, in the optimizer's own formats."""
     owner, param = member.owner, member.param
     saved, state = _local_part(owner, saved), {}
     for name in STATE_NAMES[:-1]:

@@ -105,17 +105,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions, sorted from the largest stride to the smallest."""
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The elements in memory order."""
     return x.permute(_memory_order(x)).reshape(-1)
 
 
 def _like(x: Tensor, flat: Tensor) -> Tensor:
-    """Elements in the memory order of ``x``, in its layout."""
     order = _memory_order(x)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view(x.permute(order).shape).permute(inverse)

@@ -188,7 +188,6 @@ class StepPlan:
         return launches
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:
-        """Update everything that depends on which members take part, if that has changed."""
         present = [*chain.from_iterable(group.present for group in self._groups)]
         present += [grad is not None for grad in grads_for_operators]
         if present == self._present:

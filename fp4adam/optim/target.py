@@ -391,7 +391,6 @@ class QuantizedTarget(Target):
         self._tell_weight()
 
     def _tell_weight(self) -> None:
-        """Let the weight keep what other code writes until a step uses it."""
         if self.master.name:
             shared = self.param._shared
             shared.stepped_by = shared.stepped_by or weakref.WeakSet()
