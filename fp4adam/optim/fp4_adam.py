@@ -25,7 +25,7 @@ class FP4Adam(FusedAdam):
     the gap between codes. Codes and scales are those of the updated value before its remainder
     is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if
     other code writes the weight, even the same bytes, or moves it to other memory between two
-    steps, the master restarts from the weight, with a warning in the log.
+    steps, the master restarts from the weight, with a warning.
 
     With ``master_weights=False`` MXFP8 weights, and Float8Block ones with scales that are powers of
     two, have no master: each update is rounded stochastically to what E4M3 codes can hold. With
