@@ -35,7 +35,6 @@ class _QuantizedLinear(torch.autograd.Function):
         x_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
         ctx.is_scaled = has_quantized_operands(quantizer)
         ctx.weight_of_codes = weight_needs_grad and has_weight_gradient(quantizer)
-        columns = None
         if quantizer.operands.activations:
             tokens = x.reshape(-1, x.shape[-1])
             rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
@@ -49,7 +48,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.weight_of_codes:
             saved = columns.codes, columns.scales, columns.amax
         ctx.save_for_backward(*saved, weight if x_needs_grad else None)
-        ctx.quantizer, ctx.weight_dtype, ctx.x_shape = quantizer, weight.dtype, x.shape
+        ctx.quantizer, ctx.weight_dtype = quantizer, weight.dtype
         return y
 
     @staticmethod
@@ -68,7 +67,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
     if row_codes:
         of_weight = weight_operand(weight, "columnwise")
         grad_x = matmul(along, of_weight, ctx.quantizer, grad.dtype)
-        grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(ctx.x_shape)
+        # Not a shape kept by the forward pass: torch 2.11 cannot trace one that varies.
+        grad_x = grad_x.narrow(0, 0, rows.shape[0]).view(*grad.shape[:-1], grad_x.shape[1])
     elif ctx.needs_input_grad[0]:
         # Without a dependence on grad, torch.compile would take the dequantized weight of the
         # forward pass and keep it until here.

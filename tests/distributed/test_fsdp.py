@@ -275,8 +275,5 @@ def compare_compiled_and_eager(rank: int) -> None:
         assert torch.equal(compiled, eager)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace these products of shards"
-)
 def test_compiled_layers():
     run(compare_compiled_and_eager, 2)
