@@ -199,7 +199,7 @@ def test_a_remainder_belongs_to_no_fp32_parameter(device):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda o, p: o.initialize_state(Parameter(p.data)), "param must be a parameter of this"),
+        (lambda o, p: o.initialize_state(Parameter(p.data)), "params must be parameters of this"),
         (lambda o, p: o.initialize_state(p, True), "must be that of the optimizer, got"),
         (lambda o, p: o.get_unscaled_state(p, "step"), "state_name must be one of exp_avg,"),
         (lambda o, p: o.get_unscaled_state(p, "exp_avg"), "must have a state to read exp_avg"),

@@ -241,15 +241,15 @@ def test_state_codec_knows_the_dtypes_of_each_state():
     for dtype in (torch.uint8, torch.float8_e4m3fn):
         assert state_codec("exp_avg", dtype) is E4M3
         assert state_codec("exp_avg_sq", dtype) is UE4M4
-    for name in ("exp_avg", "exp_avg_sq", "master_weight"):
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
         assert state_codec(name, torch.float32) is FLOAT32
-    for name in ("exp_avg", "master_weight"):
+    for name in ("exp_avg", "master_param"):
         assert state_codec(name, torch.float16) is FLOAT16
     assert state_codec("exp_avg_sq", torch.float16) is UE5M11
     with pytest.raises(ValueError, match="exp_avg_dtype must be one of float32, .*float64"):
         state_codec("exp_avg", torch.float64)
     with pytest.raises(ValueError, match="master_weight_dtype must be .*, got torch.bfloat16"):
-        state_codec("master_weight", torch.bfloat16)
+        state_codec("master_param", torch.bfloat16)
 
 
 def test_master_is_joined_from_what_it_was_split_into():
