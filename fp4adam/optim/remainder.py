@@ -69,8 +69,9 @@ def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
 def _powers(tensors: Storage, layout: Layout) -> Storage:
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
-    if layout.code_type.name == "e4m3":
-        return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
+    if layout.code_type.bits == 8:
+        least = layout.code_type.per_power
+        return tensors.exchange(**{f"{usage}_data": (codes & 0x80 - least).clamp_(min=least)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
     is_zero = ((exponents >> 1) | (exponents >> 2)).bitwise_and_(0x11) ^ 0x11
