@@ -197,7 +197,11 @@ WITHOUT = dict(master_weights=False, store_param_remainders=False)
 @pytest.mark.parametrize(
     ("call", "match", "options"),
     [
-        (lambda o, p: o.initialize_state(Parameter(p.data)), "a parameter of this", {}),
+        (
+            lambda o, p: o.initialize_state(Parameter(p.data)),
+            "params must be parameters of this",
+            {},
+        ),
         (lambda o, p: o.initialize_state(p, True), "must be that of the optimizer, got", {}),
         (lambda o, p: o.get_unscaled_state(p, "step"), "state_name must be one of exp_avg,", {}),
         (lambda o, p: o.get_unscaled_state(p, "exp_avg"), "must have a state to read exp_avg", {}),
