@@ -20,7 +20,6 @@ from fp4adam.tensors import backend
 from fp4adam.tensors.layout import CodeType, Layout, ScaleRule
 from helpers import random
 
-LARGEST = 7.5
 known_words, known_values = format.code_words, format.code_values
 
 
@@ -106,13 +105,12 @@ def train(kernels: bool, device: str, monkeypatch) -> list[Tensor]:
         weight.grad = random((64, 96), seed, device)
         optimizer.step()
         found += [weight._rowwise_data.clone(), weight._rowwise_scale_inv.clone()]
-    return [*found, weight.dequantize(torch.float32)]
+    return [each.cpu() for each in (*found, weight.dequantize(torch.float32))]
 
 
 def test_kernels_and_operators_train_e2m3_alike(device, monkeypatch):
     values = torch.tensor([0.0, 0.0625, 0.1875, 1.0625, 3.125, -7.5, 9.0, torch.nan])
     assert SIGNED[encode_e2m3(values).long()].tolist() == [0, 0, 0.25, 1, 3, -7.5, 7.5, 7.5]
-    for a, b in zip(
-        *(train(kernels, device, monkeypatch) for kernels in (True, False)), strict=True
-    ):
+    by_kernels = train(True, device, monkeypatch)
+    for a, b in zip(by_kernels, train(False, "cpu", monkeypatch), strict=True):
         assert torch.equal(a, b)
