@@ -232,7 +232,7 @@ class Twin:
         make = partial(build, rows, cols, recipe, dtype, **options)
         # Ranks need not begin with the same parts: those of the first one are distributed.
         seed = dist.get_rank() % 2 if "parallel" in layout else 0
-        with torch.device("meta" if "meta" in layout else home()):
+        with torch.device("meta" if "meta" in layout else "cpu"):
             model = make(seed=seed)
         self.layout, self.states = layout, states
         self.models = self.whole, self.model = make(), distribute(model, layout)

@@ -14,6 +14,7 @@ import fp4adam
 import helpers
 from fp4adam import (
     FP4Adam,
+    FusedAdam,
     MasterWeightOptimizer,
     QuantizationMonitor,
     Recipe,
@@ -106,11 +107,9 @@ def test_table_has_every_parameter_and_totals():
 
 def test_bytes_of_the_optimizer_state():
     model = quantize_model(make_model(), "nvfp4")
-    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
+    optimizer = MasterWeightOptimizer(model.parameters(), torch.optim.SGD)
     assert str(summary(model, optimizer)).endswith("state yet: the first step creates it")
-    for param in model.parameters():
-        param.grad = torch.zeros(param.shape)
-    optimizer.step()
+    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
     table = str(summary(model, optimizer)).splitlines()
     assert table[0].endswith("  state bytes")
     # BF16 first moments, FP32 second moments; masters of quantized weights.
@@ -119,11 +118,39 @@ def test_bytes_of_the_optimizer_state():
     numel = sum(p.numel() for p in model.parameters())
     nbytes = 10 * 2 * 64**2 + 6 * (numel - 2 * 64**2)
     assert table[-1] == (
-        f"{nbytes:,} bytes of the optimizer's state, {nbytes / numel:.2f} bytes per parameter"
+        f"{nbytes:,} bytes of the optimizer's state from its first step on, "
+        f"{nbytes / numel:.2f} bytes per parameter"
     )
     for call in (summary, QuantizationMonitor):
         with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer or None"):
             call(model, [optimizer])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"states": "16bit"},
+        {"states": "8bit"},
+        {"states": "8bit", "master_weights": False, "store_param_remainders": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer_class", [FP4Adam, FusedAdam])
+def test_bytes_of_the_state_are_told_before_the_first_step(options, optimizer_class):
+    model = quantize_model(make_model().bfloat16(), "mxfp8")
+    model[0].bias.requires_grad_(False)
+    optimizer = optimizer_class(model.parameters(), **options)
+    told = [(p.name, p.state_nbytes) for p in summary(model, optimizer).parameters]
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros(param.shape, dtype=param.dtype)
+    optimizer.step()
+    states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
+    stored = {name: getattr(state, "stored", state) for name, state in states.items()}
+    taken = {name: [x for x in state.values() if x.dim()] for name, state in stored.items()}
+    assert told == [(name, sum(x.nbytes for x in each)) for name, each in taken.items()]
 
 
 def test_print_shows_the_format_of_each_layer():
