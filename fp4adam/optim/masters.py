@@ -188,8 +188,8 @@ class CodeRemainder(WholeMaster):
         code = param.quantizer.layout.code_type
         if code.bits != 8 and code.name != "e2m1":
             raise ValueError(
-                f"master_weight_dtype must not be int8 for codes of {code.name}, whose gaps may not "
-                "be those of a float: it takes E2M1 and codes of 8 bits; pass torch.float16"
+                f"master_weight_dtype must not be int8 for codes of {code.name}, whose gaps may "
+                "not be those of a float: it takes E2M1 and codes of 8 bits; pass torch.float16"
             )
 
     def read(self, state: State) -> Tensor | None:
