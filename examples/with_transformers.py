@@ -50,16 +50,19 @@ def build_trainer(out: str | Path, lr: float = 3e-3, **arguments: Any) -> Traine
 
     Args:
         out: Folder of the checkpoints.
-        lr: Peak learning rate; what TrainingArguments says about it does not reach the optimizer.
-        arguments: Of TrainingArguments.
+        lr: Peak learning rate.
+        arguments: Others of TrainingArguments.
     """
     text, _ = load_text()
+    args = TrainingArguments(str(out), learning_rate=lr, adam_beta2=0.95, **arguments)
+    # The Trainer itself hands weight_decay on, and nothing else.
+    numbers = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     return Trainer(
         build_model(),
-        TrainingArguments(str(out), **arguments),
+        args,
         train_dataset=text[: len(text) // CONTEXT * CONTEXT].view(-1, CONTEXT),
         data_collator=collate,
-        optimizer_cls_and_kwargs=(FP4Adam, {"lr": lr, "betas": (0.9, 0.95)}),
+        optimizer_cls_and_kwargs=(FP4Adam, numbers),
     )
 
 

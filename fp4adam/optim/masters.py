@@ -71,10 +71,12 @@ class NoMaster:
     Attributes:
         name: The entry of a state that holds the master, or None.
         codec: How a step decodes and encodes the value.
+        stored: How the entry is encoded, or None.
     """
 
     name: str | None = None
     codec: StateCodec = PLAIN
+    stored: StateCodec | None = None
 
     def __init__(self, owner: Tensor, param: Tensor) -> None:
         self.owner, self.param = owner, param
@@ -119,24 +121,24 @@ class WholeMaster(NoMaster):
 
     def __init__(self, owner: Tensor, param: Tensor, codec: StateCodec) -> None:
         super().__init__(owner, param)
-        self._stored_codec = codec
+        self.stored = codec
         self.codec = PLAIN if codec.exact else codec
 
     def read(self, state: State) -> Tensor | None:
         if MASTER not in state:
             return None
         # Models move without the states, which follow when they are loaded.
-        return StateTensor.of(state, MASTER, self._stored_codec).decode().to(self.param.device)
+        return StateTensor.of(state, MASTER, self.stored).decode().to(self.param.device)
 
     def store(self, state: State, value: Tensor | None) -> None:
         super().store(state, value)
-        StateTensor.encode(self._stored_codec, value).store(state, MASTER, self.owner)
+        StateTensor.encode(self.stored, value).store(state, MASTER, self.owner)
 
     def is_stored(self, state: State) -> bool:
-        return MASTER in state and local(state[MASTER]).dtype == self._stored_codec.dtype
+        return MASTER in state and local(state[MASTER]).dtype == self.stored.dtype
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
-        if compact or self._stored_codec.exact:
+        if compact or self.stored.exact:
             return {name: state[name] for name in ENTRIES[:2] if name in state}
         return super().saved(state, compact, as_te)
 
@@ -145,7 +147,7 @@ class HighHalf(NoMaster):
     """A BF16 parameter that is the upper half of its master; ``param_remainder`` completes it."""
 
     name = REST
-    codec = REMAINDER
+    codec = stored = REMAINDER
 
     def read(self, state: State) -> Tensor | None:
         if MASTER in state:  # loaded

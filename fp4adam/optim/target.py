@@ -227,6 +227,11 @@ class Target:
 
     # Its states
 
+    def state_nbytes(self, amsgrad: bool) -> int:
+        codecs = [*self.codecs.values(), *filter(None, [self.master.stored])]
+        codecs += [self.codecs["exp_avg_sq"]] * amsgrad
+        return sum(codec.nbytes(self.param.numel()) for codec in codecs)
+
     def completed(
         self, state: State, amsgrad: bool, restart: bool, device: torch.device | None = None
     ) -> State:

@@ -106,11 +106,7 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
 
 def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Target:
     """What is stepped of ``param``; raises ValueError unless it can have a state of this name."""
-    if not any(param is one for one in engine.params):
-        raise ValueError(
-            f"param must be a parameter of this optimizer, got one of shape {tuple(param.shape)}, "
-            "which is in none of its groups; pass tensors from param_groups"
-        )
+    checks.check_known([param], engine.params)
     target = engine.targets[param]
     if state_name not in (None, *NAMES):
         raise ValueError(

@@ -258,7 +258,7 @@ class Twin:
         self.optimizers = [*map(self.optimizer_of, self.models)]
 
     def distributed(self, seed: int) -> nn.Module:
-        with torch.device("meta" if "meta" in self.layout else home()):
+        with torch.device("meta" if "meta" in self.layout else "cpu"):
             return distribute(self.build(seed=seed), self.layout)
 
     def renew(self) -> None:

@@ -18,8 +18,8 @@ from fp4adam.kernels import dequantize, format, store
 from fp4adam.kernels.tiles.codes import pack_words
 from fp4adam.tensors import backend
 from fp4adam.tensors.layout import CodeType, Layout, ScaleRule
+from helpers import random
 
-LARGEST = 7.5
 known_words, known_values = format.code_words, format.code_values
 
 
@@ -95,21 +95,22 @@ def e2m3(monkeypatch):
         monkeypatch.setattr(module, "code_values", code_values)
 
 
-def train(kernels: bool, monkeypatch) -> list[Tensor]:
+def train(kernels: bool, device: str, monkeypatch) -> list[Tensor]:
     monkeypatch.setattr(backend, "uses_kernels", lambda device: kernels)
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(E2M3Quantizer().quantize(torch.randn(64, 96, generator=generator)))
+    values = random((64, 96), seed=0, device=device)
+    weight = torch.nn.Parameter(E2M3Quantizer().quantize(values))
     optimizer = FP4Adam([weight], lr=0.1, exp_avg_dtype=torch.bfloat16)
     found = []
-    for _ in range(3):
-        weight.grad = torch.randn(64, 96, generator=generator)
+    for seed in range(1, 4):
+        weight.grad = random((64, 96), seed, device)
         optimizer.step()
         found += [weight._rowwise_data.clone(), weight._rowwise_scale_inv.clone()]
-    return [*found, weight.dequantize(torch.float32)]
+    return [each.cpu() for each in (*found, weight.dequantize(torch.float32))]
 
 
-def test_kernels_and_operators_train_e2m3_alike(monkeypatch):
+def test_kernels_and_operators_train_e2m3_alike(device, monkeypatch):
     values = torch.tensor([0.0, 0.0625, 0.1875, 1.0625, 3.125, -7.5, 9.0, torch.nan])
     assert SIGNED[encode_e2m3(values).long()].tolist() == [0, 0, 0.25, 1, 3, -7.5, 7.5, 7.5]
-    for a, b in zip(train(True, monkeypatch), train(False, monkeypatch), strict=True):
+    by_kernels = train(True, device, monkeypatch)
+    for a, b in zip(by_kernels, train(False, "cpu", monkeypatch), strict=True):
         assert torch.equal(a, b)

@@ -18,11 +18,18 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.tensors import backend
-from helpers import all_params, assert_identical, assert_same_training, randn, written
+from helpers import (
+    all_params,
+    assert_identical,
+    assert_same_training,
+    randn,
+    take_steps,
+    written,
+)
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
@@ -101,20 +108,21 @@ def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[Paramet
 
 
 def make_pair(
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    kind: type[FusedAdam] = FusedAdam,
-    **options: Any,
+    device: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[FusedAdam, FusedAdam]:
     """A capturable optimizer and one that is not, with gradients at fixed addresses."""
     pair = []
     for capturable in (True, False):
         params = make_params(device, dtype)
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 3e-3, "weight_decay": 0.0}]
-        pair.append(kind(groups, lr=1e-2, capturable=capturable, **options))
-        for param in params:
-            param.grad = torch.zeros_like(param)
+        pair.append(FusedAdam(groups, lr=1e-2, capturable=capturable, **options))
+        reserve_grads(pair[-1])
     return pair[0], pair[1]
+
+
+def reserve_grads(optimizer: FusedAdam) -> None:
+    for param in all_params(optimizer):
+        param.grad = torch.zeros_like(param)
 
 
 def fill_grads(optimizer: FusedAdam, seed: int) -> None:
@@ -245,13 +253,11 @@ def test_each_graph_reads_its_own_gradients(device: str) -> None:
     optimizer.step()
     sets = []
     for seed in (1, 2):
-        for param in all_params(optimizer):
-            param.grad = torch.zeros_like(param)
+        reserve_grads(optimizer)
         fill_grads(optimizer, seed)
         grads = [param.grad for param in all_params(optimizer)]
         sets.append((capture(optimizer.step), grads))
-    for param in all_params(optimizer):
-        param.grad = torch.zeros_like(param)
+    reserve_grads(optimizer)
     fill_grads(optimizer, 3)
     order = [1, 2, 3, 2, 3, 1, 1, 2]
     # Nothing that is pinned afterwards takes the place of what a replay copies from the host.
@@ -315,8 +321,7 @@ def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> N
         optimizer = FusedAdam(groups, lr=1.0, capturable=capturable)
         optimizer.load_state_dict(copy.deepcopy(saved))
         assert {group["capturable"] for group in optimizer.param_groups} == {capturable}
-        for param in params:
-            param.grad = torch.zeros_like(param)
+        reserve_grads(optimizer)
         for seed in (2, 3):
             fill_grads(optimizer, seed)
             optimizer.step()
@@ -329,8 +334,7 @@ def test_copies_stay_capturable(copied: Callable, device: str) -> None:
     optimizer, twin = make_pair(device)
     step_both((optimizer, twin), 0)
     again = copied(optimizer)
-    for param in all_params(again):
-        param.grad = torch.zeros_like(param)
+    reserve_grads(again)
     step_both((again, twin), 1)
     replay = capture(again.step)
     for each in (again, twin):
@@ -351,6 +355,7 @@ def stepped(device: str) -> FusedAdam:
     return optimizer
 
 
+# What happens before a step is captured; returns what is called then.
 def exchanged(optimizer: FusedAdam) -> Callable[[], Any]:
     state = optimizer.state[all_params(optimizer)[0]]
     state["exp_avg"] = state["exp_avg"].clone()
@@ -369,8 +374,7 @@ def with_clipping(optimizer: FusedAdam) -> Callable[[], Any]:
 
 def of_the_first(optimizer: FusedAdam) -> Callable[[], Any]:
     optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.1, device=DEVICE)
+    set_rates(optimizer, 0.1)
     return optimizer.step
 
 
@@ -382,11 +386,10 @@ def without_the_option(optimizer: FusedAdam) -> Callable[[], Any]:
 
 def of_quantized_weights(optimizer: FusedAdam) -> Callable[[], Any]:
     param = Parameter(NVFP4Quantizer().quantize(randn(32, 32, seed=0).to(DEVICE)))
-    param.grad = torch.ones(32, 32, device=DEVICE)
-    other = FP4Adam([param])
-    other.step()
     with pytest.raises(NotImplementedError, match="capture forward and backward"):
         FP4Adam([param], capturable=True)
+    other = FP4Adam([param])
+    take_steps(other, [0])
     return other.step
 
 
@@ -442,86 +445,53 @@ def test_unsupported_combinations_are_refused(device: str, stepped: FusedAdam) -
 # On a GPU
 
 
-def train(
-    model: torch.nn.Module,
-    optimizer: FusedAdam,
-    iteration: Callable[[], torch.Tensor],
-    x: torch.Tensor,
-    between: Callable[[], Any],
-    captured: bool,
-) -> list[float]:
-    """The losses of 8 iterations; with ``captured``, from the fourth on as replays.
-
-    ``between`` runs outside the graph, after each iteration. All is on one stream other than the
-    default one, as backward passes that are captured need.
-    """
-    losses, graph = [], None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        loss = torch.zeros((), device="cuda")
-        for seed in range(8):
-            x.copy_(randn(*x.shape, seed=seed))
-            if captured and seed == 3:
-                optimizer.zero_grad()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                    loss.copy_(iteration())
-            if graph is None:
-                optimizer.zero_grad()
-                loss.copy_(iteration())
-            else:
-                graph.replay()
-            between()
-            losses.append(loss.item())
-        losses += [param.double().sum().item() for param in model.parameters()]
-    return losses
-
-
 @pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
-def test_whole_iterations_are_captured_with_a_scaler() -> None:
-    """Forward, backward, unscaling and clipping by torch, and the step, in one graph."""
+@pytest.mark.parametrize("steps_inside", [True, False])
+def test_iterations_are_captured(steps_inside: bool) -> None:
+    """Forward, backward, unscaling and clipping by torch, and the step, in one graph.
 
-    def losses(captured: bool) -> list[float]:
+    Or the step of quantized weights outside, which writes where the graph reads them. All is on one
+    stream other than the default one, as backward passes that are captured need.
+    """
+
+    def train(captured: bool) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
-        optimizer = FusedAdam(model.parameters(), lr=1e-2, capturable=captured)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
         x = torch.zeros(8, 64, device="cuda")
+        if steps_inside:
+            optimizer = FusedAdam(model.parameters(), lr=1e-2, capturable=captured)
+        else:
+            model, x = quantize_model(model.bfloat16(), NVFP4Quantizer()), x.bfloat16()
+            optimizer = FP4Adam(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=steps_inside)
+        loss, losses, graph = torch.zeros((), device="cuda"), [], None
 
-        def iteration() -> torch.Tensor:
-            loss = (model(x) - x).square().mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            return loss.detach()
+        def iteration() -> None:
+            found = (model(x) - x).float().square().mean()
+            loss.copy_(found.detach())
+            scaler.scale(found).backward()
+            if steps_inside:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
 
-        return train(model, optimizer, iteration, x, lambda: None, captured)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for seed in range(8):
+                x.copy_(randn(*x.shape, seed=seed))
+                if graph is None:
+                    optimizer.zero_grad()
+                if captured and seed == 3:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream):
+                        iteration()
+                graph.replay() if graph else iteration()
+                if not steps_inside:
+                    optimizer.step()
+                losses.append(loss.item())
+        return losses + [param.double().sum().item() for param in model.parameters()]
 
     # Within a capture cuBLAS may choose another algorithm.
-    assert losses(True) == pytest.approx(losses(False), rel=1e-4)
-
-
-@pytest.mark.skipif(not HAS_GPU, reason="captures a backward pass")
-def test_captured_passes_see_the_steps_of_fp4_adam() -> None:
-    """Weights are written where the graph of forward and backward reads them."""
-    from fp4adam import quantize_model
-
-    def losses(captured: bool) -> list[float]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        model = quantize_model(model.cuda().bfloat16(), NVFP4Quantizer())
-        optimizer = FP4Adam(model.parameters(), lr=1e-2)
-        x = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)
-
-        def iteration() -> torch.Tensor:
-            loss = (model(x) - x).float().square().mean()
-            loss.backward()
-            return loss.detach()
-
-        return train(model, optimizer, iteration, x, optimizer.step, captured)
-
-    # Within a capture cuBLAS may choose another algorithm.
-    assert losses(True) == pytest.approx(losses(False), rel=1e-4)
+    assert train(True) == pytest.approx(train(False), rel=1e-4)

@@ -23,7 +23,6 @@ from fp4adam import (
     hf_scale_groups,
     quantize_model,
 )
-from fp4adam.tensors import backend
 from fp4adam.tensors.rows import is_of
 from helpers import (
     QUANTIZERS,
@@ -39,6 +38,7 @@ from helpers import (
     set_grads,
     take_steps,
     through_a_file,
+    value_of,
 )
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -54,13 +54,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 def fp32_twins(params: list[Tensor]) -> list[Tensor]:
     """FP32 parameters with the values that master weights start from."""
-    values = [getattr(param, "_high_precision_init_val", None) for param in params]
-    return [
-        Parameter((p.detach() if value is None else value).to(torch.float32, copy=True))
-        if not isinstance(p, QuantizedTensor) or value is not None
-        else Parameter(p.detach().dequantize(torch.float32))
-        for p, value in zip(params, values, strict=True)
-    ]
+    values = (getattr(param, "_high_precision_init_val", None) for param in params)
+    pairs = zip(params, values, strict=True)
+    return [Parameter(value_of(p) if value is None else value.float()) for p, value in pairs]
 
 
 def assert_is_rounded(param: Tensor, value: Tensor, quantize_from: str = "master") -> None:
@@ -105,8 +101,8 @@ def test_the_bits_of_the_optimizer_on_fp32(quantizer: Quantizer, kind: str, devi
 
 
 @pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
-def test_muon(quantizer: Quantizer, device: str) -> None:
-    params = [make_weight(quantizer, device, seed=seed) for seed in range(2)]
+def test_muon(quantizer: Quantizer, path_device: str) -> None:
+    params = [make_weight(quantizer, path_device, seed=seed) for seed in range(2)]
     twins = fp32_twins(params)
     optimizer = MasterWeightOptimizer(params, Muon, lr=1e-2, quantize_from="param_dtype")
     twin = Muon(twins, lr=1e-2)
@@ -115,23 +111,7 @@ def test_muon(quantizer: Quantizer, device: str) -> None:
     for param, value in zip(params, twins, strict=True):
         assert_is_rounded(param, value, "param_dtype")
     with pytest.raises(ValueError, match="Muon only supports 2D"):
-        MasterWeightOptimizer(make_params(quantizer, device), Muon)
-
-
-@pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
-def test_kernels_write_the_same_bytes(
-    quantizer: Quantizer, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = make_params(quantizer, device)
-    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
-    set_grads(params, 0)
-    optimizer.step()
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
-    for seed in (1, 2):
-        set_grads(params, seed)
-        optimizer.step()
-    monkeypatch.undo()
-    assert_bytes_are_of_masters(optimizer)
+        MasterWeightOptimizer(make_params(quantizer, path_device), Muon)
 
 
 def test_a_scale_group_must_be_whole() -> None:
@@ -147,21 +127,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         mlp_loss(model, seed).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-
-
-def test_an_overflow_is_skipped(device: str) -> None:
-    params = make_params(RECIPES["mxfp8"], device, torch.float32)[:2]
-    optimizer = MasterWeightOptimizer(params, AdamW, lr=1e-2)
-    take_steps(optimizer, range(1))
-    before = copy.deepcopy([param.detach() for param in params])
-    scaler = torch.amp.GradScaler(device)
-    scaler.scale(torch.zeros(1, device=device))
-    set_grads(params, 1)
-    params[1].grad[0, 0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    assert_identical([param.detach() for param in params], before)
-    assert scaler.get_scale() == 2.0**15
 
 
 @pytest.mark.parametrize("way", ["torch.save", "pickle"])
@@ -200,13 +165,12 @@ class Summing(SGD):
                 param.sub_(state["sums"][0], alpha=group["lr"])
 
 
-@pytest.mark.parametrize("kind", [AdamW, Summing])
-def test_loading_shares_nothing(kind: type[Optimizer], device: str) -> None:
+def test_loading_shares_nothing(device: str) -> None:
     params = make_params(RECIPES["nvfp4"], device)
-    optimizer = MasterWeightOptimizer(params, kind, lr=1e-2)
+    optimizer = MasterWeightOptimizer(params, Summing, lr=1e-2)
     take_steps(optimizer, range(1))
     saved = optimizer.state_dict()
-    other = MasterWeightOptimizer(copy.deepcopy(params), kind, lr=1e-2)
+    other = MasterWeightOptimizer(copy.deepcopy(params), Summing, lr=1e-2)
     other.load_state_dict(saved)
     before = copy.deepcopy(saved)
     take_steps(other, range(2))
@@ -311,13 +275,12 @@ def test_parameters_may_be_exchanged_before_the_first_step(device: str) -> None:
     assert_bytes_are_of_masters(optimizer)
 
 
-class Broken(SGD):
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        raise KeyboardInterrupt
-
-
 def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
+    class Broken(SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            raise KeyboardInterrupt
+
     param = make_weight(RECIPES["nvfp4"], device)
     optimizer = MasterWeightOptimizer([param], Broken, lr=0.1)
     set_grads([param], 0)
