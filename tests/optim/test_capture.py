@@ -195,21 +195,6 @@ def test_parameters_without_elements_are_counted(device: str) -> None:
     assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 2.0]
 
 
-def test_schedulers_fill_the_learning_rate_in_place(device: str) -> None:
-    pair = make_pair(device)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair]
-    rates = []
-    for seed in range(4):
-        for optimizer, scheduler in zip(pair, schedulers, strict=True):
-            fill_grads(optimizer, seed)
-            optimizer.step()
-            scheduler.step()
-        rates.append(pair[0].param_groups[0]["lr"])
-    assert all(rate is rates[0] for rate in rates)
-    assert rates[0].dtype == torch.float64
-    assert_same_training(*pair)
-
-
 # Replays
 
 
@@ -276,21 +261,18 @@ def test_replays_outlive_the_plan(device: str) -> None:
 
     A step with other dictionaries of the same tensors makes a new plan; the graphs go on.
     """
-    optimizer, twin = make_pair(device)
-    step_both((optimizer, twin), 0)
+    pair = optimizer, twin = make_pair(device)
+    step_both(pair, 0)
     replays = [capture(optimizer.step) for _ in range(3)]
     plan = optimizer._whole.plan
     assert len(optimizer._captured) == 1
-    for each in (optimizer, twin):
+    for each in pair:
         param = all_params(each)[0]
-        with torch.no_grad():
-            param.mul_(0.5)
         each.state[param] = dict(each.state[param])
-        fill_grads(each, 1)
-        each.step()
+    step_both(pair, 1)
     assert optimizer._whole.plan is not plan
     for seed, replay in enumerate(replays, 2):
-        for each in (optimizer, twin):
+        for each in pair:
             fill_grads(each, seed)
         replay()
         twin.step()
