@@ -159,9 +159,7 @@ def set_rates(optimizer: FusedAdam, rate: float) -> None:
     steps=st.lists(st.integers(0, 2**24), min_size=4, max_size=4),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_device_computes_the_scalars_of_the_host(
-    lr: float, betas: tuple, eps: float, weight_decay: float, steps: list[int], flags: tuple
-) -> None:
+def test_device_computes_the_scalars_of_the_host(lr, betas, eps, weight_decay, steps, flags):
     device = DEVICE
     options = dict(zip(("maximize", "bias_correction", "adam_w_mode"), flags, strict=True))
     options |= dict(betas=betas, eps=eps, weight_decay=weight_decay)
@@ -199,9 +197,7 @@ def test_parameters_without_elements_are_counted(device: str) -> None:
 
 
 @every_variant
-def test_replays_give_the_bits_of_steps(
-    options: dict[str, Any], dtype: torch.dtype, device: str
-) -> None:
+def test_replays_give_the_bits_of_steps(options, dtype, device):
     """Also with other learning rates, overflows, scaled gradients, and steps in between."""
     pair = make_pair(device, dtype, **options)
     signals = [(torch.ones(1, device=device), torch.zeros(1, device=device)) for _ in pair]
@@ -388,9 +384,7 @@ def of_quantized_weights(optimizer: FusedAdam) -> Callable[[], Any]:
         (with_clipping, "clipping must not be pending"),
     ],
 )
-def test_what_cannot_be_captured_changes_nothing(
-    prepare: Callable, words: str, stepped: FusedAdam, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_changes_nothing(prepare, words, stepped, monkeypatch):
     step = prepare(stepped)
     before = [param.detach().clone() for param in all_params(stepped)]
     with monkeypatch.context() as patch:

@@ -151,9 +151,7 @@ def test_denominators_are_roots_to_the_nearest_float32(first: float) -> None:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("lr", [-0.1, -1e-9, -(2.0**-149), 0.0, torch.inf, -torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_any_learning_rate_does_what_it_does_in_adamw(
-    lr: float, decoupled: bool, path_device: str
-) -> None:
+def test_any_learning_rate_does_what_it_does_in_adamw(lr, decoupled, path_device):
     """One below zero ascends, one that is infinite leaves infinite values."""
     value = random((32, 64), 0)
     value[0, 0] = 0.0
@@ -223,9 +221,7 @@ every_kind = pytest.mark.parametrize(
 
 @needs_cuda
 @every_kind
-def test_a_step_waits_for_nothing_allocates_next_to_nothing_and_launches_little(
-    quantizer: Quantizer | None, device: str
-) -> None:
+def test_a_step_waits_for_nothing_allocates_next_to_nothing_and_launches_little(quantizer, device):
     optimizer = _large_problem(quantizer, device)
     found_inf = torch.zeros(1, device=device)
 
@@ -273,9 +269,7 @@ def test_the_first_step_compiles_all_that_others_need(quantizer: Quantizer, devi
 
 @needs_cuda
 @pytest.mark.parametrize("quantizer", [None, *RECIPES.values()], ids=["plain", *RECIPES])
-def test_elements_beyond_32_bit_indices_are_updated(
-    quantizer: Quantizer | None, device: str
-) -> None:
+def test_elements_beyond_32_bit_indices_are_updated(quantizer, device):
     shape = (2**16 + 128, 2**15)
     needed = 20 * math.prod(shape)
     if torch.cuda.mem_get_info()[0] < needed:

@@ -64,9 +64,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_way_between_steps(
-    change: str, device: str, link: LateLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_between_steps(change, device, link, monkeypatch):
     optimizers = pair(RECIPES["mxfp8"], device)
     for optimizer in optimizers:
         take_steps(optimizer, range(2))
@@ -95,9 +93,7 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     assert link.moved == [0, 0]
 
 
-def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(
-    device: str, link: LateLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(device, link, monkeypatch):
     made: list[StorageWeakRef] = []
     init = offload._Chunk.__init__
 
@@ -112,9 +108,7 @@ def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(
     assert made and all(memory.expired() for memory in made)
 
 
-def test_larger_buffers_come_when_the_old_ones_are_gone(
-    device: str, link: LateLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_buffers_come_when_the_old_ones_are_gone(device, link, monkeypatch):
     optimizers = pair(RECIPES["nvfp4"], device)
     for optimizer in optimizers:
         take_steps(optimizer, range(3))

@@ -137,9 +137,7 @@ MISUSES = [
 @pytest.mark.table
 @pytest.mark.parametrize(("params", "kwargs"), MISUSES)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_misuse_has_the_exception_and_text_of_adamw(
-    make: Make, params: Any, kwargs: dict[str, Any]
-) -> None:
+def test_misuse_has_the_exception_and_text_of_adamw(make, params, kwargs):
     try:
         AdamW(params, **kwargs)
     except Exception as torchs:
@@ -204,13 +202,7 @@ FLAGS = ("amsgrad", "maximize", "adam_w_mode", "bias_correction", "master_weight
     scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e4]),
     seed=st.integers(0, 2**16),
 )
-def test_fused_equals_operators_for_any_hyper_parameters(
-    shapes: list[tuple[int, ...]],
-    dtypes: list[torch.dtype],
-    kwargs: dict[str, Any],
-    scale: float,
-    seed: int,
-) -> None:
+def test_fused_equals_operators_for_any_hyper_parameters(shapes, dtypes, kwargs, scale, seed):
     def optimized(fused: bool) -> Optimizer:
         params = [
             make_params(DEVICE, dtype, [shape], seed)[0]
