@@ -193,21 +193,23 @@ def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
 
 
 def test_groups_have_options_of_their_own(device: str) -> None:
-    first, second = make_weight(RECIPES["nvfp4"], device), make_weight(RECIPES["mxfp8"], device)
-    twins = fp32_twins([first, second])
-    optimizer = MasterWeightOptimizer([{"params": [first], "lr": 0.5}], SGD, lr=0.1)
-    optimizer.add_param_group({"params": [second]})
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    assert [group["momentum"] for group in optimizer.param_groups] == [0, 0]
+    params = [make_weight(RECIPES[name], device) for name in ("nvfp4", "mxfp8")]
+    twins = fp32_twins(params)
+    optimizer = MasterWeightOptimizer([{"params": params[:1], "lr": 0.5}], SGD, lr=0.1)
+    optimizer.add_param_group({"params": params[1:]})
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [
+        (0.5, 0),
+        (0.1, 0),
+    ]
     twin = SGD([{"params": twins[:1], "lr": 0.5}, {"params": twins[1:]}], lr=0.1)
     for seed in range(2):
-        step_with(optimizer, [first, second], twin, seed)
-        assert_is_rounded(first, twins[0])
-        assert_is_rounded(second, twins[1])
+        step_with(optimizer, params, twin, seed)
+        for pair in zip(params, twins, strict=True):
+            assert_is_rounded(*pair)
         for one in (optimizer, twin):
             one.param_groups[1]["lr"] = 0.2
     with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [first]})
+        optimizer.add_param_group({"params": params[:1]})
     assert len(optimizer.inner.param_groups) == 2
 
 
@@ -232,21 +234,19 @@ def test_hooks_may_replace_what_is_loaded() -> None:
     take_steps(optimizer, range(1, 2))
     optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
     optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state_dict()["state"]
     for key in range(len(params)):
-        state = optimizer.state_dict()["state"][key]
-        assert_identical(state["exp_avg"], saved["state"][key]["exp_avg"])
+        assert_identical(state[key]["exp_avg"], saved["state"][key]["exp_avg"])
     assert (optimizer.inner.state["first"], optimizer.inner.state["second"]) == (1, 2)
     # The weights are still those of the second step, so their masters restart.
-    master = optimizer.state_dict()["state"][1]["master_param"]
-    assert_identical(master, params[1].detach().dequantize(torch.float32))
+    assert_identical(state[1]["master_param"], value_of(params[1]))
 
 
 def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
     param, unused = (make_weight(RECIPES["nvfp4"], device, keeps_value=True) for _ in range(2))
     optimizer = MasterWeightOptimizer([param, unused], SGD, lr=0.1)
-    take = [param]
     for _ in range(2):
-        set_grads(take, 0)
+        set_grads([param], 0)
         optimizer.step()
         with optimizer.masters(), torch.no_grad():
             first, second = optimizer.inner.param_groups[0]["params"]

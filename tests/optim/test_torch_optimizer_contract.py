@@ -386,8 +386,10 @@ def test_step_hooks_run_in_order_until_removed(make: Make, device: str) -> None:
 
 def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
     """Parameters after steps with gradients over several orders of magnitude."""
-    params = make_params(device, shapes=[(64, 33), (257,), ()])
-    params = [Parameter(param.detach().to(dtype)) for param in params]
+    params = [
+        Parameter(param.detach().to(dtype))
+        for param in make_params(device, shapes=[(64, 33), (257,), ()])
+    ]
     optimizer = make(params)
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -401,7 +403,7 @@ def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
 @every_configuration
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "L2"])
 def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: str) -> None:
-    """The largest and the mean error stay near those of torch's float32 optimizer."""
+    """Errors stay near the largest and the mean one of torch's float32 optimizer."""
     kwargs = {**make.keywords} if adam_w_mode else {"weight_decay": 0.0, **make.keywords}
     kwargs.pop("fused")
     torchs = functools.partial(AdamW if adam_w_mode else Adam, **kwargs)
@@ -411,9 +413,7 @@ def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: 
     assert_close(found, single, rtol=4e-6, atol=4e-6)
     error, torch_error = (found - exact).abs(), (single - exact).abs()
     ulp = torch.finfo(torch.float32).eps * exact.abs()
-    assert error.max() <= 1.5 * torch_error.max() + 2 * ulp.max()
     assert error.mean() <= 1.5 * torch_error.mean() + 0.5 * ulp.mean()
-    # Element by element as well, with the slack of the largest value.
     assert (error <= torch_error.max() * 1.5 + 2 * ulp).all()
 
 
