@@ -128,49 +128,18 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("pickles", [False, True])
 @pytest.mark.parametrize("kind", [Adafactor, SGD])
-def test_resumed_runs_have_the_same_bits(kind, pickles, device: str) -> None:
-    if kind is Adafactor and pickles and device == "cuda":
-        pytest.skip("copies of torch's Adafactor fail in steps on GPUs: KeyError 'capturable'")
-    model = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
+def test_resumed_runs_have_the_same_bits(kind, device: str) -> None:
+    model, other = (make_mlp(RECIPES["nvfp4"], device, torch.bfloat16) for _ in range(2))
     optimizer = MasterWeightOptimizer(model.named_parameters(), kind, lr=1e-2)
     train(model, optimizer, range(2))
-    if pickles:
-        other, again = through_a_file((model, optimizer), weights_only=False)
-    else:
-        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
-        other = make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
-        again = MasterWeightOptimizer(other.named_parameters(), kind, lr=1.0)
-        other.load_state_dict(saved[0])
-        again.load_state_dict(saved[1])
+    saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+    again = MasterWeightOptimizer(other.named_parameters(), kind, lr=1.0)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
     train(model, optimizer, range(2, 4))
     train(other, again, range(2, 4))
     assert_identical(again.state_dict(), optimizer.state_dict())
-
-
-class Summing(SGD):
-    """With sums of the gradients in a list, as Shampoo-like optimizers keep their factors."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                state.setdefault("sums", [torch.zeros_like(param)])[0].add_(param.grad)
-                param.sub_(state["sums"][0], alpha=group["lr"])
-
-
-def test_loading_shares_nothing(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = MasterWeightOptimizer(params, Summing, lr=1e-2)
-    take_steps(optimizer, range(1))
-    saved = optimizer.state_dict()
-    other = MasterWeightOptimizer(copy.deepcopy(params), Summing, lr=1e-2)
-    other.load_state_dict(saved)
-    before = copy.deepcopy(saved)
-    take_steps(other, range(2))
-    assert_identical(saved, before)
 
 
 def test_closures_see_the_parameters_of_their_masters(device: str) -> None:

@@ -80,26 +80,6 @@ def test_remainders_are_those_of_8bit_unless_they_are_refused():
     assert not FusedAdam([plain], states="8bit", **options).store_param_remainders
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "size"),
-    [
-        (None, dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16), 4 + 2),
-        (None, dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16), 6 + 2 / 32),
-        (None, MOMENTS, 2 + 2 / 32 + 2),
-        (ROWWISE["nvfp4"], dict(states="8bit"), 3 + 2 / 32),
-        (ROWWISE["mxfp8"], dict(states="8bit", master_weights=False), 2 + 2 / 32),
-    ],
-)
-def test_states_take_the_promised_bytes(make, options, size):
-    value = torch.zeros(64, 64, dtype=torch.bfloat16)
-    param = Parameter(value if make is None else make.quantize(value))
-    optimizer = FP4Adam([param], store_param_remainders=True, **options)
-    take_steps(optimizer, [0])
-    saved = optimizer.compact_state_dict()["state"][0]
-    stored = [t for name, t in saved.items() if t.dim() and name != DIGEST]
-    assert sum(t.nbytes for t in stored) == size * param.numel()
-
-
 @pytest.mark.usefixtures("through_the_kernels")
 def test_channels_last_parameters_have_blocks_in_the_order_of_memory(device):
     value = random((4, 8, 3, 3), 0, device)

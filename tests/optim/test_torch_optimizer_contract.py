@@ -9,7 +9,6 @@ quantized weights add is in ``test_step_table.py``.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
@@ -144,19 +143,6 @@ def test_misuse_has_the_exception_and_text_of_adamw(make, params, kwargs):
         with pytest.raises(type(torchs)) as ours:
             make(params, **kwargs)
         assert str(torchs).rstrip(".") in str(ours.value)
-
-
-@every_optimizer
-def test_frozen_integers_and_groups_are_taken_and_shown(make: Make, device: str) -> None:
-    counter = torch.tensor([1, 1], device=device)
-    weight, bias = make_params(device, shapes=[(2, 3), (2,)])
-    weight.grad = torch.ones_like(weight)
-    optimizer = make([{"params": [counter, weight], "lr": 0.25}, {"params": [bias]}], foreach=True)
-    optimizer.step()
-    assert counter.tolist() == [1, 1]
-    text = repr(optimizer)
-    assert text.startswith(("FP4Adam", "FusedAdam"))
-    assert "lr: 0.25" in text and "Parameter Group 1" in text
 
 
 # Hyper-parameters
@@ -415,36 +401,3 @@ def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: 
     ulp = torch.finfo(torch.float32).eps * exact.abs()
     assert error.mean() <= 1.5 * torch_error.mean() + 0.5 * ulp.mean()
     assert (error <= torch_error.max() * 1.5 + 2 * ulp).all()
-
-
-@every_configuration
-def test_non_finite_gradients_spread_as_with_adamw(make: Make, device: str) -> None:
-    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e30, 3e38], device=device)
-    params = make_params(device, shapes=[(7,)])
-    twins = copies(params)
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    optimizer, adamw = make(params), AdamW(twins, **kwargs)
-    for step in range(3):
-        params[0].grad = values if step == 0 else torch.ones_like(values)
-        twins[0].grad = params[0].grad.clone()
-        optimizer.step()
-        adamw.step()
-        assert_close(params[0], twins[0], equal_nan=True)
-
-
-@every_configuration
-@pytest.mark.parametrize("saved_with", ["fused", "foreach", "capturable"])
-def test_checkpoints_of_adamw_are_continued(make: Make, saved_with: str, device: str) -> None:
-    if saved_with == "capturable" and device == "cpu":
-        pytest.skip("needs a CUDA device")
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    shapes = [(64, 33), (257,), ()]
-    adamw = AdamW(make_params(device, shapes=shapes), **kwargs, **{saved_with: True})
-    take_steps(adamw, 0, 1)
-    optimizer = make(copies(helpers.all_params(adamw)))
-    optimizer.load_state_dict(deepcopy(adamw.state_dict()))
-    for each in (adamw, optimizer):
-        take_steps(each, 2, 3)
-    params, twins = (helpers.all_params(each) for each in (optimizer, adamw))
-    assert_close(params, twins, rtol=2e-6, atol=2e-6)
-    assert all(optimizer.state[param]["step"].item() == 4 for param in params)
