@@ -258,12 +258,15 @@ def dequantize_float8(fields: Fields) -> Floats:
 
 
 @np.errstate(all="ignore")
-def quantize_mxfp4(x: Floats) -> Fields:
-    """MXFP4 of x [M, K], K a multiple of 32, with scales rounded to even; the rowwise fields."""
-    mantissa, exponent = np.frexp(_block_amax(x, 1, 32, keeps_nan=True))
-    exponent = exponent - 1 + (mantissa >= 0.875)
-    scale = np.maximum(np.where(mantissa == 0, -127, exponent - 2) + 127, 0).astype(np.uint8)
+def quantize_mxfp4(x: Floats, rounding: str = "even") -> Fields:
+    """MXFP4 of x [M, K], K a multiple of 32; the rowwise fields."""
+    amax = _block_amax(x, 1, 32, keeps_nan=True)
+    mantissa, exponent = np.frexp(np.minimum(amax.astype(np.float64), 2.0**128))
+    goes_up = {"floor": False, "even": mantissa >= 0.875, "up": mantissa > 0.75}[rounding]
+    scale = np.where(mantissa == 0, 0, np.maximum(exponent - 3 + goes_up + 127, 0))
+    scale = np.where(np.isnan(amax), 255, scale).astype(np.uint8)
     encode = np.ldexp(np.float32(1), 127 - scale.astype(np.int32))
+    encode = np.where(scale == 255, np.float32(np.nan), encode)
     codes = encode_e2m1(x * _spread(encode, 1, 32, x.shape))
     return {"rowwise_data": pack_e2m1(codes), "rowwise_scale_inv": _pad(scale, 128, 4)}
 
@@ -282,13 +285,13 @@ def quantize(
 ) -> Fields:
     """Dispatch by name.
 
-    nvfp4_{2d,1d}, mxfp8, mxfp8_2d, mxfp4, float8_{pow2,fp32},
+    nvfp4_{2d,1d}, mxfp8, mxfp8_2d, mxfp4, mxfp4_{floor,even,up}, float8_{pow2,fp32},
     fp8block_{2d,1d}_{pow2,fp32}.
     """
     if format.startswith("nvfp4"):
         return quantize_nvfp4(x, format.endswith("2d"), amax_epsilon)
-    if format == "mxfp4":
-        return quantize_mxfp4(x)
+    if format.startswith("mxfp4"):
+        return quantize_mxfp4(x, format.partition("_")[2] or "even")
     if format.startswith("mxfp8"):
         return quantize_mxfp8(x, format.endswith("2d"))
     if format.startswith("float8"):
@@ -301,7 +304,7 @@ def dequantize(format: str, fields: Fields) -> Floats:
     """Float32 [M, K] from the rowwise fields of the named format."""
     if format.startswith("nvfp4"):
         return dequantize_nvfp4(fields)
-    if format == "mxfp4":
+    if format.startswith("mxfp4"):
         return dequantize_mxfp4(fields)
     if format.startswith("mxfp8"):
         return dequantize_mxfp8(fields)
