@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
-from fp4adam import FP4Adam, FusedAdam, Quantizer, quantize_model
+from fp4adam import FP4Adam, FusedAdam, Quantizer
 from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
@@ -26,13 +26,11 @@ from helpers import (
     make_mlp,
     make_params,
     make_weight,
-    mlp_loss,
     randn,
     random,
     snapshot,
     take_steps,
     through_a_file,
-    train,
     value_of,
 )
 
@@ -88,25 +86,6 @@ def test_decay_that_is_added_to_gradients_goes_on_in_adam(make: Callable) -> Non
     for optimizer in (ours, theirs):
         take_steps(optimizer, [1])
     torch.testing.assert_close(*(all_params(each)[0] for each in (ours, theirs)))
-
-
-@every_recipe
-def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer) -> None:
-    """FP32 training first, then the same weights in few bits: masters start unrounded."""
-    model = make_mlp(None, "cpu")
-    before = FP4Adam(model.parameters(), lr=1e-2)
-    train(before, (mlp_loss(model, seed) for seed in range(3)))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": before.state_dict()})
-    fresh = make_mlp(None, "cpu")
-    quantize_model(fresh, quantizer)
-    resumed = FP4Adam(fresh.parameters())
-    resumed.load_state_dict(saved["optimizer"])
-    fresh.load_state_dict(saved["model"])
-    resumed.param_groups[0]["lr"] = 0.0
-    take_steps(resumed, [0])
-    for i in (0, 2):
-        master = resumed.state[fresh[i].weight]["master_param"]
-        assert_identical(master, saved["model"][f"{i}.weight"])
 
 
 # Step counts of parameters, and of groups as Transformer Engine and Megatron save them
@@ -346,17 +325,6 @@ def test_an_fp32_model_takes_the_masters_of_a_checkpoint(dtype: torch.dtype) -> 
         for i, param in enumerate(plain.parameters()):
             assert_identical(param.detach(), saved[i]["master_param"])
             assert sorted(resumed.state[param]) == ["exp_avg", "exp_avg_sq", "step"]
-
-
-@pytest.mark.parametrize("remainders", [False, True])
-def test_an_fp32_parameter_saves_no_master_of_before(remainders: bool) -> None:
-    """An FP32 model that loads it would take a master that its parameter has left."""
-    model = nn.Linear(8, 8, dtype=torch.bfloat16)
-    optimizer = FP4Adam(model.parameters(), store_param_remainders=remainders)
-    take_steps(optimizer, [0])
-    model.float()
-    for saved in (optimizer.state_dict(), optimizer.compact_state_dict()):
-        assert sorted(saved["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
 
 
 def test_reset_forgets_a_loaded_master_of_a_remainder() -> None:

@@ -22,10 +22,10 @@ from helpers import (
     RECIPES,
     all_params,
     assert_identical,
+    assert_same_training,
     make_params,
     random,
     set_grads,
-    snapshot,
     take_steps,
 )
 from late_link import LateLink, offload_to
@@ -49,11 +49,6 @@ def pair(quantizer: Any, device: str, **options: Any) -> list[FP4Adam]:
         FP4Adam(make_params(quantizer, device), **OPTIONS, **options, offload_states=offloads)
         for offloads in (True, False)
     ]
-
-
-def assert_same_training(offloaded: Any, resident: Any) -> None:
-    assert_identical(snapshot(offloaded)["params"], snapshot(resident)["params"])
-    assert_identical(offloaded.state_dict()["state"], resident.state_dict()["state"])
 
 
 def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLink) -> None:

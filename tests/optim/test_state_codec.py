@@ -171,19 +171,9 @@ from fp4adam.kernels.tiles import state  # noqa: E402
 
 @triton.jit
 def _recode_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    stored_ptr,
-    decoded_ptr,
-    origin,
-    rows,
-    cols,
-    CODEC: tl.constexpr,
-    MASKED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, stored_ptr, decoded_ptr, origin, rows, cols,
+    CODEC: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Encode x into a state and decode it again. Grid: (rows / BR, cols / BC), rounded up."""
     row, col = tl.program_id(0) * BR, tl.program_id(1) * BC
     start = row.to(tl.int64) * cols + col
