@@ -17,9 +17,7 @@ ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload
 ALL += ["step", "load_whole", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere")}
-LEFT_OUT |= dict.fromkeys(("delayed", "8bit"), ("load_whole",))
-# Remainders of shards that are moved and reloaded before a step restart where a shard is shorter.
-LEFT_OUT |= {"int8": ("load_whole", "reload")}
+LEFT_OUT |= dict.fromkeys(("delayed", "8bit", "int8"), ("load_whole",))
 TRAIN = ["train", "gather", "train", "train"]
 BRIEF = ["step", "step"]
 
