@@ -4,8 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fp4adam
 from fp4adam import (
@@ -171,36 +169,6 @@ def test_extreme_gradients_give_the_bits_of_the_torch_path(name, device):
         tensors = [t.cpu() for param in params for t in param.storage_tensors().values()]
         results.append([t for t in tensors if t.dtype == torch.uint8])
     assert_identical(*results)
-
-
-@settings(max_examples=6, deadline=None)
-@given(data=st.data())
-def test_fused_step_holds_for_any_shape(data):
-    """Random shapes, formats and hyper-parameters, kernel against torch."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    quantizer, unit, largest = data.draw(
-        st.sampled_from(
-            [
-                (NVFP4Quantizer(), 16, 6),
-                (NVFP4Quantizer(two_dimensional=False), 16, 5),
-                (MXFP8Quantizer(), 32, 5),
-                (Float8BlockQuantizer(), 1, 140),
-                (None, 1, 60),
-            ]
-        )
-    )
-    size = st.integers(1, largest)
-    shapes = [
-        (unit * data.draw(size), unit * data.draw(size)) for _ in range(data.draw(size) % 3 + 1)
-    ]
-    options = dict(
-        betas=(data.draw(st.floats(0, 0.99)), data.draw(st.floats(0, 0.999))),
-        eps=data.draw(st.sampled_from([1e-8, 1e-5, 1e-12])),
-        amsgrad=data.draw(st.booleans()),
-        adam_w_mode=data.draw(st.booleans()),
-        scale=data.draw(st.sampled_from([1e-12, 1e-3, 1.0, 1e12])),
-    )
-    assert_same_bits(quantizer, shapes, device, **options)
 
 
 def test_default_path_follows_the_device():

@@ -176,21 +176,6 @@ def test_copies_do_not_release_and_loaded_states_go_on() -> None:
     assert_same_training(optimizer, one)
 
 
-def test_new_groups_are_released_too() -> None:
-    (model, optimizer), (other, plain) = pair()
-    for module, one in ((model, optimizer), (other, plain)):
-        extra = Parameter(random((32,), 3))
-        one.add_param_group({"params": [("extra", extra)], "lr": 0.5})
-        (mlp_loss(module) + extra.square().sum()).backward()
-        assert has_no_gradients(one) == (one is optimizer)
-        one.step()
-    assert_same_training(optimizer, plain)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [("again", model[0].weight)]})
-    mlp_loss(model).backward()
-    assert all(param.grad is None for param in model.parameters())
-
-
 # What is refused
 
 
@@ -232,26 +217,6 @@ def test_an_optimizer_that_is_gone_releases_nothing() -> None:
     second.enable_gradient_release()
     mlp_loss(model).backward()
     assert has_no_gradients(second)
-
-
-@pytest.mark.parametrize("quantizer", [RECIPES["mxfp8"], None], ids=["mxfp8", "bfloat16"])
-def test_release_goes_on_after_the_model_has_moved(quantizer: Quantizer | None) -> None:
-    """``Module.to()`` may swap tensors, and their hooks with them."""
-    model, optimizer = pair(quantizer)[0]
-
-    def swap() -> None:
-        for param in model.parameters():
-            torch.utils.swap_tensors(param, Parameter(param.detach().clone()))
-
-    for move in (lambda: model._apply(torch.clone), lambda: model.half().bfloat16(), swap):
-        mlp_loss(model, 0).backward()
-        optimizer.step()
-        move()
-        mlp_loss(model, 1).backward()
-        optimizer.step()
-        mlp_loss(model, 2).backward()
-        assert has_no_gradients(optimizer)
-        optimizer.step()
 
 
 def test_a_removed_release_keeps_no_parameters_alive() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp4adam import (
+    Float8BlockQuantizer,
     FP4Adam,
     FusedAdam,
     MXFP8Quantizer,
@@ -348,6 +349,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
+    "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
+        "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (
         call(lambda s: s.optimizer.reset_master_weights([s.late])), V, ("parameter",),
     ),
@@ -392,6 +395,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
+    "quantizer: NaN": (call(lambda s: Float8BlockQuantizer(amax_epsilon=NAN)), V, ("finite",
+        "got nan", "0 turns it off")),
     "quantize: a list": (call(lambda s: MXFP8Quantizer().quantize([[1.0]])), T, (DENSE, "a list",
         "torch.tensor(x)")),
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,

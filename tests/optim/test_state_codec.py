@@ -100,20 +100,6 @@ def test_codes_scales_and_numbers_are_those_of_the_reference(codec, n, kind):
     assert bits_equal(codec.decode(*again), value)
 
 
-@by_name
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 1000])
-def test_zero_bits_are_zero_and_zero_is_zero_bits(codec, n):
-    codes, scales = codec.zeros_like(torch.ones(n))
-    assert codes.dtype == codec.dtype and codes.shape == (n,)
-    assert (scales is not None) == codec.scaled
-    if codec.scaled:
-        assert scales.dtype == torch.uint8 and scales.shape == (math.ceil(n / 32),)
-    assert bits_equal(codec.decode(codes, scales), torch.zeros(n))
-    again = codec.encode(torch.zeros(n), random_dither(n))
-    assert bits_equal(again[0], codes)
-    assert not codec.scaled or torch.equal(again[1], scales)
-
-
 def test_dither_depends_on_element_and_step_alone():
     whole = dither_bits(0, 1000, 7)
     parts = [dither_bits(first, 100, 7) for first in range(0, 1000, 100)]

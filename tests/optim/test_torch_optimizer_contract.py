@@ -9,7 +9,6 @@ quantized weights add is in ``test_step_table.py``.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
@@ -137,28 +136,13 @@ MISUSES = [
 @pytest.mark.table
 @pytest.mark.parametrize(("params", "kwargs"), MISUSES)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_misuse_has_the_exception_and_text_of_adamw(
-    make: Make, params: Any, kwargs: dict[str, Any]
-) -> None:
+def test_misuse_has_the_exception_and_text_of_adamw(make, params, kwargs):
     try:
         AdamW(params, **kwargs)
     except Exception as torchs:
         with pytest.raises(type(torchs)) as ours:
             make(params, **kwargs)
         assert str(torchs).rstrip(".") in str(ours.value)
-
-
-@every_optimizer
-def test_frozen_integers_and_groups_are_taken_and_shown(make: Make, device: str) -> None:
-    counter = torch.tensor([1, 1], device=device)
-    weight, bias = make_params(device, shapes=[(2, 3), (2,)])
-    weight.grad = torch.ones_like(weight)
-    optimizer = make([{"params": [counter, weight], "lr": 0.25}, {"params": [bias]}], foreach=True)
-    optimizer.step()
-    assert counter.tolist() == [1, 1]
-    text = repr(optimizer)
-    assert text.startswith(("FP4Adam", "FusedAdam"))
-    assert "lr: 0.25" in text and "Parameter Group 1" in text
 
 
 # Hyper-parameters
@@ -204,13 +188,7 @@ FLAGS = ("amsgrad", "maximize", "adam_w_mode", "bias_correction", "master_weight
     scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e4]),
     seed=st.integers(0, 2**16),
 )
-def test_fused_equals_operators_for_any_hyper_parameters(
-    shapes: list[tuple[int, ...]],
-    dtypes: list[torch.dtype],
-    kwargs: dict[str, Any],
-    scale: float,
-    seed: int,
-) -> None:
+def test_fused_equals_operators_for_any_hyper_parameters(shapes, dtypes, kwargs, scale, seed):
     def optimized(fused: bool) -> Optimizer:
         params = [
             make_params(DEVICE, dtype, [shape], seed)[0]
@@ -394,8 +372,10 @@ def test_step_hooks_run_in_order_until_removed(make: Make, device: str) -> None:
 
 def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
     """Parameters after steps with gradients over several orders of magnitude."""
-    params = make_params(device, shapes=[(64, 33), (257,), ()])
-    params = [Parameter(param.detach().to(dtype)) for param in params]
+    params = [
+        Parameter(param.detach().to(dtype))
+        for param in make_params(device, shapes=[(64, 33), (257,), ()])
+    ]
     optimizer = make(params)
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -409,7 +389,7 @@ def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
 @every_configuration
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "L2"])
 def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: str) -> None:
-    """The largest and the mean error stay near those of torch's float32 optimizer."""
+    """Errors stay near the largest and the mean one of torch's float32 optimizer."""
     kwargs = {**make.keywords} if adam_w_mode else {"weight_decay": 0.0, **make.keywords}
     kwargs.pop("fused")
     torchs = functools.partial(AdamW if adam_w_mode else Adam, **kwargs)
@@ -419,40 +399,5 @@ def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: 
     assert_close(found, single, rtol=4e-6, atol=4e-6)
     error, torch_error = (found - exact).abs(), (single - exact).abs()
     ulp = torch.finfo(torch.float32).eps * exact.abs()
-    assert error.max() <= 1.5 * torch_error.max() + 2 * ulp.max()
     assert error.mean() <= 1.5 * torch_error.mean() + 0.5 * ulp.mean()
-    # Element by element as well, with the slack of the largest value.
     assert (error <= torch_error.max() * 1.5 + 2 * ulp).all()
-
-
-@every_configuration
-def test_non_finite_gradients_spread_as_with_adamw(make: Make, device: str) -> None:
-    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e30, 3e38], device=device)
-    params = make_params(device, shapes=[(7,)])
-    twins = copies(params)
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    optimizer, adamw = make(params), AdamW(twins, **kwargs)
-    for step in range(3):
-        params[0].grad = values if step == 0 else torch.ones_like(values)
-        twins[0].grad = params[0].grad.clone()
-        optimizer.step()
-        adamw.step()
-        assert_close(params[0], twins[0], equal_nan=True)
-
-
-@every_configuration
-@pytest.mark.parametrize("saved_with", ["fused", "foreach", "capturable"])
-def test_checkpoints_of_adamw_are_continued(make: Make, saved_with: str, device: str) -> None:
-    if saved_with == "capturable" and device == "cpu":
-        pytest.skip("needs a CUDA device")
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    shapes = [(64, 33), (257,), ()]
-    adamw = AdamW(make_params(device, shapes=shapes), **kwargs, **{saved_with: True})
-    take_steps(adamw, 0, 1)
-    optimizer = make(copies(helpers.all_params(adamw)))
-    optimizer.load_state_dict(deepcopy(adamw.state_dict()))
-    for each in (adamw, optimizer):
-        take_steps(each, 2, 3)
-    params, twins = (helpers.all_params(each) for each in (optimizer, adamw))
-    assert_close(params, twins, rtol=2e-6, atol=2e-6)
-    assert all(optimizer.state[param]["step"].item() == 4 for param in params)
