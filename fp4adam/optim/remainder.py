@@ -43,12 +43,9 @@ def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
     powers = _decoded(param, _powers(part.inner, layout))
-    if (
-        layout.code_type.bits == 4
-        and layout.scale_type == "e8m0"
-        and not layout.scale_rule.rounding
-    ):
-        powers += _decoded(param, _largest(part.inner, layout))  # 6 stands for up to 8
+    kind = layout.code_type.bits, layout.scale_type, layout.scale_rule.rounding
+    if kind == (4, "e8m0", 0):  # in MXFP4, 6 stands for magnitudes up to 8
+        powers += _decoded(param, _largest(part.inner, layout))
     return powers.mul_(1 / (UNITS_PER_GAP * layout.code_type.per_power))
 
 

@@ -327,6 +327,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
+    "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
+        "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (
         call(lambda s: s.optimizer.reset_master_weights([s.late])), V, ("parameter",),
     ),
