@@ -181,33 +181,26 @@ def quantized(shape: tuple[int, ...] = SHAPE) -> Tensor:
     return NVFP4Quantizer().quantize(torch.zeros(shape))
 
 
-class Other(Wrapper):
-    """A class without an adapter."""
-
-
-V, T = ValueError, TypeError
 BAD = {
-    "number": (lambda w: (quantized(), w, w), V, "one per copy, got 3 for 2"),
-    "double": (lambda w: (quantized(), w.double()), V, "got a Tensor of torch.float64"),
-    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), V, "float64"),
-    "quantized weight": (lambda w: (quantized(), quantized()), V, "got a NVFP4Tensor"),
-    "plain copy": (lambda w: (w.clone(), w), V, "must be whole quantized .* got a Tensor"),
-    "shape": (lambda w: (quantized((16, 96)), w), V, r"\(32, 96\) on cpu, got \(16, 96\)"),
-    "device": (lambda w: (quantized(), w.to("meta")), V, "on meta, got .* on cpu"),
-    "class": (lambda w: (Other(SHAPE, w.dtype, data=w), w), T, "have an adapter, got .*Other"),
+    "number": (lambda w: (quantized(), w, w), "one per copy, got 3 for 2"),
+    "double": (lambda w: (quantized(), w.double()), "got a Tensor of torch.float64"),
+    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), "float64"),
+    "quantized weight": (lambda w: (quantized(), quantized()), "got a NVFP4Tensor"),
+    "plain copy": (lambda w: (w.clone(), w), "must be whole quantized .* got a Tensor"),
+    "shape": (lambda w: (quantized((16, 96)), w), r"\(32, 96\) on cpu, got \(16, 96\)"),
+    "device": (lambda w: (quantized(), w.to("meta")), "on meta, got .* on cpu"),
     "format": (
         lambda w: (stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2"), w),
-        V,
         "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
     ),
 }
 
 
-@pytest.mark.parametrize(("given", "error", "words"), BAD.values(), ids=BAD)
-def test_nothing_is_written_if_one_copy_is_bad(given, error, words):
+@pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
+def test_nothing_is_written_if_one_copy_is_bad(given, words):
     weight, good = value(), quantized()
     bad, *weights = given(weight)
-    with pytest.raises(error, match=words):
+    with pytest.raises(ValueError, match=words):
         cast([good, bad], [weight, *weights])
     assert not good._rowwise_data.any()
 
