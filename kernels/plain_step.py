@@ -170,6 +170,13 @@ def update_scaled(
     """
     if not has_scales(*variant.codecs) or starts_from_codes(variant.value_codec):
         return [], variant
+    return updated_before(table, scalars, shapes, variant)
+
+
+def updated_before(
+    table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
+) -> tuple[list[Launch], Variant]:
+    """The launches that update states, flat, and the variant of a pass that reads new masters."""
     rest = variant._replace(
         exp_avg_codec="float32", exp_avg_sq_codec="float32", amsgrad=False, is_updated=True
     )

@@ -35,7 +35,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.launch.tile_lists import BAND, tile_grid
-from fp4adam.kernels.plain_step import update_scaled
+from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
@@ -369,7 +369,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
     # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
     is_roomy = sm == 90 or not has_lanes
-    completes = starts_from_codes(codecs[0])
+    completes, scaled_value = starts_from_codes(codecs[0]), has_scales(codecs[0])
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
     if F.scale == "e4m3":
@@ -401,6 +401,11 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         # Blocks that are held take 64 registers of a thread with 8 warps.
         masked = Form(128, 128, 8, 128, 8, 1, 255)
         if variant.is_updated:
+            if F.square and not scaled_value:
+                masked = Form(128, 128, 128, 128, 16, 1, 128)
+            if F.square and sm == 90:
+                # Two programs fit on a multiprocessor: one loads while the other stores.
+                return Form(128, 128, 128, 128, 16, 1, 64), masked
             return Form(128, 128, 128, 128, 8, 1, 255), masked
         if are_narrow(*codecs):
             # Without masters the dither of codes takes registers too.
@@ -410,28 +415,37 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
 
+def is_ragged(F: Format, rows: int, cols: int) -> bool:
+    """Whether vector accesses to the rows or columns of a matrix would be unaligned."""
+    return F.scale == "float32" and bool(rows % 16 or cols % 16)
+
+
 def tiles_of(
     shapes: list[tuple[int, int]], F: Format, large: Form, edge: Form
-) -> tuple[Tensor, int]:
-    """The tiles of matrices, large ones first, and the number of those.
+) -> tuple[Tensor, list[int]]:
+    """The tiles of matrices: large ones, those at edges, and those of ragged matrices.
 
     Returns:
-        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
+        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and where each
+        kind begins and the last one ends.
     """
-    whole, rest = [], []
+    whole, rest, ragged = [], [], []
     # Short pieces of transposed rows meet their neighbours in L2.
     band = BAND if F.scale in ("e4m3", "") else None
     for i, (rows, cols) in enumerate(shapes):
         bottom, right = rows - rows % large.rows, cols - cols % large.cols
-        if F.scale == "float32" and (rows % 16 or cols % 16):
-            bottom = right = 0  # vector accesses would be unaligned
+        if is_ragged(F, rows, cols):
+            ragged.append(tile_grid((i, 0, rows, 0, cols), edge[:2]))
+            continue
         whole.append(tile_grid((i, 0, bottom, 0, right), large[:2], band))
         rest.append(tile_grid((i, 0, bottom, right, cols), edge[:2]))
         rest.append(tile_grid((i, bottom, rows, 0, cols), edge[:2]))
-    for lists, form in ((whole, large), (rest, edge)):
+    counts = [0]
+    for lists, form in ((whole, large), (rest, edge), (ragged, edge)):
         for tiles in lists:
             tiles[:, 3] = form.rows << 16 | form.cols
-    return torch.cat(whole + rest), sum(map(len, whole))
+        counts.append(counts[-1] + sum(map(len, lists)))
+    return torch.cat(whole + rest + ragged), counts
 
 
 def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
@@ -441,10 +455,17 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
     F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
-    tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
+    tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
     updates, rest = update_scaled(table, scalars, shapes, variant)
-    both = forms(F, rest, compute_capability(table.device))
+    sm = compute_capability(table.device)
+    kinds = [(rest, form) for form in forms(F, rest, sm)]
+    kinds.append(kinds[1])
+    ragged = [each if is_ragged(F, *each) else (0, 0) for each in shapes]
+    if ends[3] > ends[2] and not (rest.is_updated or starts_from_codes(rest.value_codec)):
+        # States are contiguous, whatever the rows of a matrix are.
+        more, updated = updated_before(table, scalars, ragged, variant)
+        updates, kinds[2] = [*updates, *more], (updated, forms(F, updated, sm)[1])
 
     def launches(
         slots: Tensor | None = None,
@@ -457,15 +478,15 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     ) -> list[Launch]:
         """Those over large tiles, and those over the tiles at edges."""
         made = [*updates]
-        ranges = (0, n_whole, False), (n_whole, len(tiles), True)
-        for form, (first, last, is_edge) in zip(both, ranges, strict=True):
+        for i, ((used, form), first) in enumerate(zip(kinds, ends[:-1], strict=True)):
+            last = ends[i + 1]
             ratios = None if tile_ratios is None else tile_ratios[first:last]
             bounds = None if tile_amaxes is None else tile_amaxes[first:last]
             given = table, scalars, tiles[first:last], slots, amaxes, next_amaxes, bounds, exceeding
             constexprs = dict(
-                VARIANT=rest,
+                VARIANT=used,
                 F=F,
-                MASKED=is_edge and F.scale == "float32",
+                MASKED=i > 0 and F.scale == "float32",
                 TR=form.rows,
                 TC=form.cols,
                 BR=form.part_rows,
