@@ -369,7 +369,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
     # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
     is_roomy = sm == 90 or not has_lanes
-    completes, scaled_value = starts_from_codes(codecs[0]), has_scales(codecs[0])
+    completes = starts_from_codes(codecs[0])
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
     if F.scale == "e4m3":
@@ -401,12 +401,11 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         # Blocks that are held take 64 registers of a thread with 8 warps.
         masked = Form(128, 128, 8, 128, 8, 1, 255)
         if variant.is_updated:
-            if F.square and not scaled_value:
-                masked = Form(128, 128, 128, 128, 16, 1, 128)
-            if F.square and sm == 90:
-                # Two programs fit on a multiprocessor: one loads while the other stores.
-                return Form(128, 128, 128, 128, 16, 1, 64), masked
-            return Form(128, 128, 128, 128, 8, 1, 255), masked
+            if not F.square or sm != 90:
+                return Form(128, 128, 128, 128, 8, 1, 255), masked
+            # Two programs fit on a multiprocessor: one loads while the other stores.
+            whole = Form(128, 128, 128, 128, 16, 1, 64)
+            return whole, masked if has_scales(codecs[0]) else whole._replace(registers=128)
         if are_narrow(*codecs):
             # Without masters the dither of codes takes registers too.
             part = 32 if is_roomy and codecs[0] != "codes" else 16
