@@ -53,7 +53,7 @@ def load_masters(
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
         ptr += tile_start(row, col // LANES, cols // LANES)
         offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
-        code = (tl.load(ptr + offs)[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))) & 0xF
+        code = tl.load(ptr + offs)[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, LANES))
         value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)

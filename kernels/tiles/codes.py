@@ -77,10 +77,22 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sign_of_e2m1(bits):
+    """The sign bit of the codes of numbers with these bits; 0 for NaN."""
+    if capability() > 0:
+        sign = (bits >> 28) & 8  # NaN that a GPU computes has no sign
+    else:
+        # As signed integers, -Inf and all negative numbers are below the negative NaNs.
+        sign = tl.where(bits <= -0x800000, 8, 0)
+    return sign
+
+
+@triton.jit
 def e2m1_code(x):
     """Code of the nearest E2M1 value, ties to the even code.
 
-    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32. Returns int32.
+    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32, a product or the
+    like, of which NaN has no sign on a GPU. Returns int32.
     Magnitudes above 6, and Inf, saturate to 6 with their sign. NaN becomes +6, and zero keeps its
     sign.
     """
@@ -93,9 +105,7 @@ def e2m1_code(x):
     high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
     # An unsigned integer minimum, because the interpreter's float minimum treats NaN differently.
     code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
-    # As signed integers, -Inf and all negative numbers are below the negative NaNs, so this
-    # comparison drops the sign of NaN.
-    return code | tl.where(x.to(tl.int32, bitcast=True) <= -0x800000, 8, 0)
+    return code | sign_of_e2m1(x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -103,25 +113,25 @@ def e2m1_round(x):
     """The codes of :func:`e2m1_code`, and their values, float32, with the sign of x."""
     bits = x.to(tl.int32, bitcast=True)
     # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
-    rounder = tl.maximum(bits & 0x7F800000, 0x3F800000) + (22 << 23)
+    # For Inf and NaN the sum is negative, so the maximum is 2^22, which changes neither.
+    rounder = tl.maximum((bits & 0x7F800000) + (22 << 23), 0x3F800000 + (22 << 23))
     rounder = rounder.to(tl.float32, bitcast=True)
     value = (tl.abs(x) + rounder) - rounder
     # As unsigned integers, all NaN are above 6.
     value = tl.minimum(value.to(tl.uint32, bitcast=True), 0x40C00000).to(tl.float32, bitcast=True)
     # The reverse of :func:`e2m1_value`.
     code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
-    code |= tl.where(bits <= -0x800000, 8, 0)
+    code |= sign_of_e2m1(bits)
     signed = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
     return code, signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e2m1_value(code):
-    """Value of an E2M1 code. code: an integer type, 0..15. Returns float32, exact."""
-    code = code.to(tl.int32)
+    """Value of an E2M1 code in the highest bits of ``code``, an int32. Returns float32, exact."""
     # Moves exponent and mantissa to FP32's fields, even for exponent zero, then multiplies by 2^126
     # to correct the bias: the smallest normal number is 2^-126 in FP32 and 1 in E2M1.
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    bits = (code >> 6) & -0x7E400000  # the arithmetic shift keeps the sign
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp4adam.kernels.launch.tensor_table import state_offsets, tile_offsets
 from fp4adam.kernels.tiles.codes import (
+    capability,
     e4m3_bytes,
     e4m3_value,
     e8m0_reciprocal,
@@ -112,9 +113,9 @@ def element_hash(
     start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
     state's dither is the hash times a factor: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
     """
-    # Sums wrap modulo 2**32, as in ``dither_bits``.
-    element = start.to(tl.uint32) + origin.to(tl.uint32)
-    x = (element + state_offsets(stride, BR, BC, LANES).to(tl.uint32)) * OF_ELEMENTS
+    # Sums wrap modulo 2**32, as in ``dither_bits``. A product per row, then a sum per element.
+    row = (tl.arange(0, BR) * stride).to(tl.uint32) + (start.to(tl.uint32) + origin.to(tl.uint32))
+    x = (row * OF_ELEMENTS)[:, None] + (tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS)[None, :]
     return x ^ (x >> SHIFT)
 
 
@@ -133,7 +134,9 @@ def encode_blocks(
     LEAST: tl.constexpr = scaled(CODEC, 3)
     x = tl.reshape(x, (BR, BC // 32, 32))
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = x.to(tl.int32, bitcast=True)
+    if LEAST != 0 or capability() == 0:
+        magnitude = magnitude & 0x7FFFFFFF  # else not even NaN, which a GPU computes, has a sign
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
     amax = tl.max(magnitude, 2)
     scale = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
