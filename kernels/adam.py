@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
-from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES, field, pointer, state_offsets
+from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES, field, pointer, tile_offsets
 from fp4adam.kernels.tiles.codes import capability, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG,
@@ -321,7 +321,7 @@ def step_tile(
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     LANES: tl.constexpr = state_lanes(VARIANT)
-    offs = state_offsets(stride, BR, BC, LANES)
+    offs = tile_offsets(stride, BR, BC, LANES)
     old = scales
     if scales is None:
         old = Scales(

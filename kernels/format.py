@@ -16,14 +16,12 @@ import triton.language as tl
 from fp4adam.kernels.tiles.codes import (
     capability,
     e2m1_code,
-    e2m1_round,
     e2m1_value,
     e4m3_code,
     e4m3_value,
     e4m3_word_values,
     e4m3_words,
     e8m0_code_up,
-    e8m0_reciprocal,
     e8m0_value,
     pack_words,
 )
@@ -211,7 +209,7 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
         else:
             # 1 / 448 rounded to float32; a division would give the same scales.
             scale = e8m0_code_up(amax * 0.0022321429569274187)
-        factor = e8m0_reciprocal(scale)
+        factor = e8m0_value(scale, True)
         scale = scale.to(tl.uint8)
     elif F.scale == "float32":
         factor = float32_scale(amax, epsilon, F.largest, F.pow_2)
@@ -253,10 +251,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
     C: tl.constexpr = x.shape[1]
     value = x
     if CODE == "e2m1":
-        if VALUES:
-            code, value = e2m1_round(x)
-        else:
-            code = e2m1_code(x)
+        code, value = e2m1_code(x, VALUES)
         words = pack_words(code, 4, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
@@ -373,7 +368,7 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     if F.scale == "e8m0":
         # A power of two times that of scale 1, so nothing has to be divided.
         inverse = tl.div_rn(0.5, 1.0 * (1.0 / PER_POWER))
-        inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX * 0.5)
+        inverse = tl.minimum(inverse * e8m0_value(scale, True), FP32_MAX * 0.5)
     else:
         inverse = tl.minimum(tl.div_rn(0.5, of_units * (1.0 / PER_POWER)), FP32_MAX * 0.5)
     value = in_blocks(value, F.block, FORM)

@@ -21,7 +21,7 @@ from fp4adam.kernels.adam import (
     state_pointers,
     step_tile,
 )
-from fp4adam.kernels.amax_preview import PreviewedLaunch, largest_of_lanes, report_amax
+from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
@@ -29,9 +29,9 @@ from fp4adam.kernels.launch.tensor_table import (
     load_tile,
     pointer,
     size,
-    state_offsets,
     storage_pointers,
     takes_part,
+    tile_offsets,
     tile_start,
 )
 from fp4adam.kernels.launch.tile_lists import BAND, tile_grid
@@ -44,7 +44,7 @@ from fp4adam.kernels.store import (
     store_row_scales,
     store_tile,
 )
-from fp4adam.kernels.tiles.codes import round_through
+from fp4adam.kernels.tiles.codes import capability, round_through
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
@@ -59,8 +59,8 @@ from fp4adam.kernels.tiles.state import (
 
 
 @triton.constexpr_function
-def field_shape(F, BR, BC, field):
-    """The shape of a field of a :class:`Part` [BR, BC]."""
+def field_shape(F, PARTS, BR, BC, field):
+    """The shape of a field of each :class:`Part` [BR, BC]."""
     code, scale, block, _, _, rowwise, columnwise, square, *_ = F  # Triton 3.6: a plain tuple
     words, none = (BR, BC * CODE_BITS[code] // 32), (1, 1)
     keeps_scales = scale in ("e4m3", "e8m0")
@@ -72,17 +72,8 @@ def field_shape(F, BR, BC, field):
         "columns": words if twice else none,
         "column_scale": (down, BC) if twice else none,
     }
-    return shapes[field] if keeps_scales or not field.endswith("scale") else none
-
-
-@triton.jit
-def _room(
-    F: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FIELD: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Zeros for a field of PARTS parts [BR, BC]."""
-    tile = tl.zeros(field_shape(F, BR, BC, FIELD), DTYPE)
-    return tl.broadcast_to(tile[None, :, :], (PARTS, tile.shape[0], tile.shape[1]))
+    shape = shapes[field] if keeps_scales or not field.endswith("scale") else none
+    return PARTS, *shape
 
 
 @triton.jit
@@ -126,7 +117,7 @@ def _encode_part(
             dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        tl.store(remainders + start + state_offsets(cols, BR, BC, LANES), remainder, mask)
+        tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
         if not F.square or i == 0:
@@ -215,10 +206,10 @@ def step_kernel(
     # The update takes registers for one part only. Codes and scales of all parts wait in words, so
     # that whole rows of the tile, transposed ones too, are written as long segments.
     kept = Part(
-        _room(F, PARTS, BR, BC, "rows", tl.uint32),
-        _room(F, PARTS, BR, BC, "row_scale", tl.uint8),
-        _room(F, PARTS, BR, BC, "columns", tl.uint32),
-        _room(F, PARTS, BR, BC, "column_scale", tl.uint8),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "rows"), tl.uint32),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "row_scale"), tl.uint8),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "columns"), tl.uint32),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "column_scale"), tl.uint8),
     )
     if HOLDS:
         held = tl.zeros((PARTS, BR, BC), tl.int32)
@@ -229,10 +220,11 @@ def step_kernel(
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
     DC: tl.constexpr = 0 if DOWN else BC
-    scale_words = load_scale_words(
-        states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
-        min(PARTS, 4), BR, BC,
-    )  # fmt: skip
+    if VARIANT.is_updated:
+        scale_words = load_scale_words(
+            states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
+            min(PARTS, 4), BR, BC,
+        )  # fmt: skip
     given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
@@ -271,7 +263,11 @@ def step_kernel(
         else:
             if REPORTS:
                 x = round_through(value, VARIANT.write_dtype)
-                largest = tl.maximum(largest, largest_of_lanes(x, LANES))
+                if capability() == 0:
+                    x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
+                # NaN is no larger than any number for ``tl.maximum``.
+                x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
+                largest = tl.maximum(largest, x)
             kept = _encode_part(
                 kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
             )

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.launch.tensor_table import state_offsets, tile_offsets
+from fp4adam.kernels.launch.tensor_table import tile_offsets
 from fp4adam.kernels.tiles.codes import (
     capability,
-    e4m3_bytes,
+    e4m3_code,
     e4m3_value,
-    e8m0_reciprocal,
     e8m0_value,
     round_to,
     to_float32,
@@ -152,12 +151,12 @@ def encode_blocks(
         code = ((code + upper) >> DROPPED).to(dtype_of(CODEC))
     else:
         # Zeros and NaN in a block of scale 255.
-        factor = tl.where(scale == 255, 0.0, e8m0_reciprocal(scale))
+        factor = tl.where(scale == 255, 0.0, e8m0_value(scale, True))
         x = x * factor[:, :, None]
         bits = (x.to(tl.int32, bitcast=True) + upper) & -(1 << DROPPED)
         rounded = tl.where(tl.abs(x) >= LEAST, bits, 0).to(tl.float32, bitcast=True)
         if CODEC == "e4m3":
-            code = e4m3_bytes(tl.reshape(rounded, (BR, BC)), WHOLE)
+            code = e4m3_code(tl.reshape(rounded, (BR, BC)), WHOLE)
         else:
             code = rounded.to(tl.float16)
     code, scale = tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
@@ -248,7 +247,7 @@ def load_state(
     from :func:`load_scale`. CODEC: one with scales; "remainder" for BF16 with an int16 remainder at
     extra_ptr; else numbers of any floating type. LANES: neighbours per thread.
     """
-    offs = state_offsets(stride, BR, BC, LANES)
+    offs = tile_offsets(stride, BR, BC, LANES)
     code = tl.load(ptr + start + offs, mask)
     if is_scaled(CODEC):
         x = decode_blocks(code, scale, CODEC, BR, BC)
@@ -273,7 +272,7 @@ def store_state(
     Returns what :func:`load_state` would read back, or ``x`` for parameters; and the scales for
     :func:`store_scale`.
     """
-    offs = start + state_offsets(stride, BR, BC, LANES)
+    offs = start + tile_offsets(stride, BR, BC, LANES)
     scale, stored = tl.zeros((BR, (BC + 31) // 32), tl.uint8), x
     if is_scaled(CODEC):
         if mask is not None:
