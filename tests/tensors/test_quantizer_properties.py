@@ -242,6 +242,7 @@ def test_shape_error_names_the_rule_the_shape_and_the_cure(format, shape, rule):
 DELAYED = dict(scaling="delayed")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [
