@@ -93,7 +93,7 @@ fp4adam/kernels:
 	ln -s ../kernels $@
 
 demo: $(READY)
-	$(PY) examples/train_gpt.py --compare --seeds 3 --steps 100 --format nvfp4 --states fp32,8bit $(ARGS)
+	$(PY) examples/train_gpt.py --compare --seeds 3 --steps 100 --eval-every 50 --format nvfp4 --states fp32,8bit $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(PARALLEL) --few $(ARGS)

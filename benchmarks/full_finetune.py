@@ -194,6 +194,9 @@ def build(contestant: Contestant, args: argparse.Namespace) -> nn.Module:
             param.clear_high_precision_init_val()
     if args.recompute == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile:
+        for layer in model.model.layers:
+            layer.compile()
     return model.train()
 
 
@@ -242,6 +245,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--repeats", type=int, default=3 if cuda else 1, help="counted steps")
     parser.add_argument("--recompute", choices=("yes", "no"), default="yes", help="activations")
+    parser.add_argument("--compile", action="store_true", help="each layer")
     parser.add_argument(
         "--release", choices=("yes", "no", "both"), default="both", help="gradients"
     )
@@ -260,7 +264,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Measure every optimizer, and print a line for each."""
     args = parse_args()
-    names = ("shape", "sizes", "context", "batch", "repeats", "recompute")
+    names = ("shape", "sizes", "context", "batch", "repeats", "recompute", "compile")
     settings = {name: getattr(args, name) for name in names}
     run = about(args.device) | {"settings": settings}
     print(f"{run['device']}, {run['date']}, {settings}\n")

@@ -1,10 +1,9 @@
 """Writes docs/measurements.md from the records in benchmarks/h200 and benchmarks/cpu.
 
     python benchmarks/measurements.py           # writes the page
-    python benchmarks/measurements.py --check   # ends with an error if the page is out of date
+    python benchmarks/measurements.py --check   # ends with an error if a page is out of date
 
-It needs neither a GPU nor torch. A test compares the page with the records, and the figures in the
-README and in docs/ with the page.
+It needs neither a GPU nor torch. Figures in the README and in docs/ are checked as well.
 """
 
 import argparse
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numerics_report
+from figures import differing
 from report import Column, Row, cells, load_runs, table
 from training_report import SPEED
 
@@ -450,6 +450,8 @@ def main() -> None:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
         raise SystemExit("docs/measurements.md is out of date: python benchmarks/measurements.py")
+    elif lacking := [*differing()]:
+        raise SystemExit("\n".join(lacking))
 
 
 if __name__ == "__main__":

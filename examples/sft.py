@@ -6,8 +6,8 @@
 
 The chats ask for the documentation of functions of Python's standard library. What differs from a
 program with AdamW is three lines: quantize_model, use_plain_state_dict (TRL saves with safetensors)
-and optimizer_cls_and_kwargs, where the learning rate has to be: the Trainer hands weight_decay of
-its arguments on, and no other option. Accumulation, clipping and schedules are the Trainer's own.
+and optimizer_cls_and_kwargs, which takes the learning rate along: the Trainer hands weight_decay of
+its arguments on, and nothing else. Accumulation, clipping and schedules are the Trainer's own.
 Do not call enable_gradient_release() under a Trainer, which accumulates and clips gradients.
 """
 
@@ -95,7 +95,6 @@ def build_trainer(
     model: str | None = None,
     format: str = "nvfp4",
     states: str = "8bit",
-    lr: float = 2e-5,
     **arguments: Any,
 ) -> SFTTrainer:
     """A trainer of a model of the hub, or of a small one.
@@ -104,7 +103,6 @@ def build_trainer(
         model: What from_pretrained takes.
         format: Of the linear weights.
         states: As FP4Adam takes it.
-        lr: The peak learning rate.
         arguments: Of SFTConfig.
     """
     rows = chats()
@@ -114,12 +112,13 @@ def build_trainer(
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(model)
     network = use_plain_state_dict(quantize_model(network, format))
+    args = SFTConfig(report_to=[], use_cpu=not torch.cuda.is_available(), **arguments)
     return SFTTrainer(
         network,
-        SFTConfig(report_to=[], use_cpu=not torch.cuda.is_available(), **arguments),
+        args,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(FP4Adam, {"lr": lr, "states": states}),
+        optimizer_cls_and_kwargs=(FP4Adam, {"lr": args.learning_rate, "states": states}),
     )
 
 
@@ -140,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.model,
         args.format,
         args.states,
-        args.lr or (2e-5 if args.model else 3e-3),
+        learning_rate=args.lr or (2e-5 if args.model else 3e-3),
         output_dir=args.out,
         max_steps=args.steps,
         per_device_train_batch_size=8,

@@ -52,11 +52,8 @@ def bytes_per_parameter(setup: Setup) -> tuple[float, float]:
     if setup.quantizer is None:
         return (setup.dtype.itemsize + setup.moments,) * 2
     side, options = 1024, Options(**STATES[setup.states])
-    plain = torch.empty(side, side, dtype=setup.dtype, device="meta")
-    sizes = {
-        name: sum(t.nbytes for t in codec.zeros_like(plain) if t is not None) / side**2
-        for name, codec in options.codecs(setup.dtype).items()
-    }
+    codecs = options.codecs(setup.dtype).items()
+    sizes = {name: codec.nbytes(side**2) / side**2 for name, codec in codecs}
     master, moments = sizes.pop("master_param"), sum(sizes.values())
     weight = sum(t.nbytes for t in setup.quantizer.zeros(side, side, "meta").present) / side**2
     # A BF16 parameter has an FP32 or FP16 master, or the 16 bits that it lacks of one.

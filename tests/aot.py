@@ -7,12 +7,8 @@ A job names a kernel, the types of its arguments as Triton writes them, and the 
     {"module": "fp4adam.kernels.plain_step", "kernel": "_block_kernel",
      "signature": {"x_ptr": "*fp32", "numel": "i32"}, "constexprs": {"BLOCK": 1024},
      "divisible_by_16": ["x_ptr"], "sm": 90}
-and optionally num_warps (4), num_stages (3), enable_fp_fusion (false) and maxnreg (none). The value
-of a constexpr that JSON cannot express is written {"import": "triton.language.bfloat16"}, or for a
-named tuple {"tuple": "fp4adam.kernels.format.Format", "fields": ["e2m1", "e8m0", 32]}.
-
-The facts are {"instructions": {PTX opcode: how often}, "registers": per thread,
-"spilled_bytes": per thread, "shared_bytes": per program}.
+and optionally num_warps, num_stages, enable_fp_fusion and maxnreg. What JSON cannot express is
+{"import": "triton.language.bfloat16"}, or {"tuple": "fp4adam.kernels.format.Format", "fields": []}.
 """
 
 import contextlib

@@ -2,26 +2,21 @@
 
     python tests/mutants.py --minutes 60 --jobs 2 [--seed 1] [--coverage FILE] [folders]
 
-1. The quick tests run once under ``coverage``, which tells the lines that each test reaches, in
-   processes of ranks too. ``build/mutants/coverage.json.gz`` keeps that; test files run again when
-   they or lines that they reach have changed. ``--record FILE`` does this alone, and ``--coverage
-   FILE`` takes what has been recorded, also on another machine: changed files are left out then.
-   It takes half of the minutes at most.
-2. Of all mutants of the folders, a sample is drawn: one per line, as many per folder as it has
-   lines. ``--seed`` draws another.
+1. The quick tests run once under ``coverage``, which tells the lines that each test reaches, on
+   ranks too, for half of the minutes at most. ``build/mutants/coverage.json.gz`` keeps that; test
+   files run again when they or files that they reach have changed. ``--record FILE`` does this
+   alone; ``--coverage FILE`` takes what another machine has recorded, without what has changed.
+2. Of all mutants of the folders, a sample is drawn: one per line, so each folder has its share.
 3. Each mutant gets tests that reach its line, the fastest of each file first, until one fails or
-   ``--seconds`` of tests have passed. ``--jobs`` copies of the tree are tested at a time, by
-   processes that fork off this one, which has imported torch. Tests that fail without a mutant,
-   too, do not count.
+   ``--seconds`` of tests have passed. Tests that fail without a mutant, too, do not count.
 
-``--matrix`` runs all tests of a mutant that fit into ``--seconds``, where one failure would do, and
-keeps which of them fail. The report has, for each test function, how many mutants it kills and how
-many it alone, and a greedy cover: what is in no cover and kills nothing alone may go.
+``--matrix`` runs all tests of a mutant, where one failure would do. The report has then, for each
+test function, how many mutants it kills and how many it alone, and a greedy cover: what is in no
+cover and kills nothing alone may go.
 
-``--json`` takes the verdicts; a run that is repeated continues there, and after ``--minutes`` all
-ends. Survivors that change nothing are listed in ``equivalent_mutants.txt``, with the reason.
-mutmut and cosmic-ray do neither: one wraps functions, which Triton compiles from their source, the
-other runs all tests.
+``--json`` takes the verdicts; a run that is repeated continues there. Survivors that change nothing
+are listed in ``equivalent_mutants.txt``. Of others, mutmut wraps functions, which Triton compiles
+from their source, and cosmic-ray runs all tests.
 """
 
 from __future__ import annotations
@@ -30,12 +25,13 @@ import argparse
 import ast
 import compileall
 import contextlib
+import copy
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import py_compile
@@ -48,7 +44,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,54 +55,23 @@ OUT = ROOT / "build" / "mutants"
 # Other people's packages, whole programs, and what compiles: not among the quick tests, or slow.
 NOT_RECORDED = re.compile(r"/(integrations|engines)/|test_(aot|docs|example|benchmarks|package)")
 # Forked processes need not import it again. Nothing of the tree, which mutants change.
-PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.testing._internal.common_optimizers",
-    "numpy",
-    "triton.runtime.interpreter",
-    "coverage",
-    "safetensors.torch",
-)
-FOLDERS = [
-    "fp4adam/optim",
-    "fp4adam/nn",
-    "fp4adam/distributed",
-    "fp4adam/tensors",
-    "fp4adam/formats",
-    "fp4adam/interop",
-    "fp4adam/checkpoints",
-    "kernels/tiles",
-]
+PRELOADED = """
+    torch torch._dynamo torch.distributed.checkpoint.state_dict torch.distributed.fsdp
+    torch.distributed.tensor torch.testing._internal.common_optimizers numpy
+    triton.runtime.interpreter coverage safetensors.torch
+""".split()
+PARTS = "optim nn distributed tensors formats interop checkpoints".split()
+FOLDERS = [*(f"fp4adam/{part}" for part in PARTS), "kernels/tiles"]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
-TREE = (
-    "fp4adam",
-    "kernels",
-    "tests",
-    "examples",
-    "benchmarks",
-    "docs",
-    "pyproject.toml",
-    "README.md",
-)
+TREE = "fp4adam kernels tests examples benchmarks docs pyproject.toml README.md".split()
 
 SWAPS = {
-    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
-    "is": "is not", "is not": "is", "in": "not in", "not in": "in",
-    "and": "or", "or": "and",
-    "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "//", "**": "*",
-    "&": "|", "|": "&", "^": "|", "<<": ">>", ">>": "<<",
-}  # fmt: skip
-SYMBOLS = {
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
-    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
-    ast.And: "and", ast.Or: "or",
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
-    ast.Pow: "**", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<",
-    ast.RShift: ">>",
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add,
+    ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr, ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
 }  # fmt: skip
 FUNCTIONS = {"max": "min", "min": "max", "any": "all", "all": "any"}
 FUNCTIONS |= {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "sorted": "list"}
@@ -151,57 +116,43 @@ class Mutations(ast.NodeVisitor):
         text = self.source[self._starts[line - 1] : self._starts[line]]
         return self._starts[line - 1] + len(text.encode()[:column].decode())
 
-    def _start(self, node: ast.AST) -> int:
-        return self._at(node.lineno, node.col_offset)
-
-    def _stop(self, node: ast.AST) -> int:
-        return self._at(node.end_lineno, node.end_col_offset)
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        stop = self._at(node.end_lineno, node.end_col_offset)
+        return self._at(node.lineno, node.col_offset), stop
 
     def _text(self, node: ast.AST) -> str:
-        return self.source[self._start(node) : self._stop(node)]
-
-    def _add(self, start: int, stop: int, text: str) -> None:
-        if not self._in_function:
-            return
-        first = self.source.rfind("\n", 0, start) + 1
-        last = self.source.find("\n", stop)
-        before = self.source[first:last]
-        after = self.source[first:start] + text + self.source[stop:last]
-        try:
-            ast.parse(self.source[:start] + text + self.source[stop:])
-        except SyntaxError:
-            return
-        one_line = (" ".join(x.split()) for x in (before, after))
-        self.found.append(Mutant(self.path, start, stop, text, self._lines, *one_line))
+        return self.source[slice(*self._span(node))]
 
     def _replace(self, node: ast.AST, text: str) -> None:
-        self._add(self._start(node), self._stop(node), text)
-
-    def _swap_between(self, left: ast.AST, right: ast.AST, operator: ast.AST) -> None:
-        symbol = SYMBOLS.get(type(operator))
-        if symbol is None:
+        start, stop = self._span(node)
+        if not self._in_function:
             return
-        start, stop = self._stop(left), self._start(right)
-        between = self.source[start:stop]
-        pattern = r"\b" + symbol.replace(" ", r"\s+") + r"\b" if symbol.isalpha() else None
-        pattern = pattern or re.escape(symbol).replace(r"\ ", r"\s+")
-        match = re.search(pattern, between)
-        if match:
-            self._add(start + match.start(), start + match.end(), SWAPS[symbol])
+        with contextlib.suppress(SyntaxError):
+            ast.parse(self.source[:start] + text + self.source[stop:])
+            first, last = self.source.rfind("\n", 0, start) + 1, self.source.find("\n", stop)
+            before = self.source[first:last]
+            after = self.source[first:start] + text + self.source[stop:last]
+            one_line = (" ".join(x.split()) for x in (before, after))
+            self.found.append(Mutant(self.path, start, stop, text, self._lines, *one_line))
+
+    def _swap(self, node: ast.AST, field: str, operator: ast.AST, *more: ast.AST) -> None:
+        if type(operator) in SWAPS:
+            other, swapped = copy.copy(node), SWAPS[type(operator)]()
+            setattr(other, field, [swapped, *more] if field == "ops" else swapped)
+            self._replace(node, ast.unparse(other))
+        self.generic_visit(node)
 
     # Where nothing is changed
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name in UNSEEN_FUNCTIONS:
-            return
-        outer, self._in_function = self._in_function, True
-        for statement in node.body:
-            self.visit(statement)
-        self._in_function = outer
+        if node.name not in UNSEEN_FUNCTIONS:
+            outer, self._in_function = self._in_function, True
+            self.visit_ClassDef(node)
+            self._in_function = outer
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+    def visit_ClassDef(self, node: ast.ClassDef | ast.FunctionDef) -> None:
         for statement in node.body:
             self.visit(statement)
 
@@ -221,22 +172,18 @@ class Mutations(ast.NodeVisitor):
     # Statements
 
     def visit(self, node: ast.AST) -> None:
+        outer = self._lines
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if body else node.end_lineno
-            outer, self._lines = self._lines, tuple(range(node.lineno, max(last, node.lineno) + 1))
-            super().visit(node)
-            self._lines = outer
-        else:
-            super().visit(node)
+            self._lines = tuple(range(node.lineno, max(last, node.lineno) + 1))
+        super().visit(node)
+        self._lines = outer
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Constant):
+        if isinstance(node.value, ast.Constant) or name_of(node.value) in UNSEEN_CALLS:
             return
         if isinstance(node.value, ast.Call):
-            function = node.value.func
-            if getattr(function, "attr", getattr(function, "id", "")) in UNSEEN_CALLS:
-                return
             self._replace(node, "pass")
         self.generic_visit(node)
 
@@ -261,34 +208,26 @@ class Mutations(ast.NodeVisitor):
                 self._replace(node.test, f"not ({self._text(node.test)})")
             self.generic_visit(node)
 
-    def visit_For(self, node: ast.For) -> None:
-        self._first_only(node.iter)
+    def _first_only(self, node: ast.For | ast.comprehension) -> None:
+        text = self._text(node.iter)
+        if "tl." not in text and not self.path.startswith("kernels"):
+            self._replace(node.iter, f"[*({text})][:1]")
         self.generic_visit(node)
 
-    def visit_comprehension(self, node: ast.comprehension) -> None:
-        self._first_only(node.iter)
-        self.generic_visit(node)
-
-    def _first_only(self, node: ast.AST) -> None:
-        if "tl." not in self._text(node) and not self.path.startswith("kernels"):
-            self._replace(node, f"[*({self._text(node)})][:1]")
+    visit_For = visit_comprehension = _first_only
 
     # Expressions
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        self._swap_between(node.left, node.comparators[0], node.ops[0])
-        self.generic_visit(node)
+        self._swap(node, "ops", *node.ops)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._swap_between(node.values[0], node.values[1], node.op)
-        self.generic_visit(node)
+        self._swap(node, "op", node.op)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if not isinstance(node.left, (ast.Constant, ast.JoinedStr)) or not isinstance(
-            getattr(node.left, "value", 0), str
-        ):
-            self._swap_between(node.left, node.right, node.op)
-        self.generic_visit(node)
+        is_text = isinstance(getattr(node.left, "value", None), str)
+        is_text |= isinstance(node.left, ast.JoinedStr)
+        self._swap(node, "op", ast.MatMult() if is_text else node.op)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, (ast.Not, ast.Invert)):
@@ -303,14 +242,12 @@ class Mutations(ast.NodeVisitor):
         value = node.value
         if isinstance(value, bool):
             self._replace(node, str(not value))
-        elif isinstance(value, int):
-            self._replace(node, str(value + 1))
-        elif isinstance(value, float):
-            self._replace(node, repr(2 * value if value else 1.0))
+        elif isinstance(value, (int, float)):
+            more = value + 1 if isinstance(value, int) or not value else 2 * value
+            self._replace(node, repr(more))
 
     def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        name = getattr(function, "attr", getattr(function, "id", ""))
+        function, name = node.func, name_of(node)
         if name in UNSEEN_CALLS:
             return
         if isinstance(function, ast.Attribute) and name in COPIES and not node.args:
@@ -318,18 +255,14 @@ class Mutations(ast.NodeVisitor):
         elif name == "abs" and len(node.args) == 1:
             self._replace(node, f"({self._text(node.args[0])})")
         elif name in FUNCTIONS:
-            stop = self._stop(function)
-            self._add(stop - len(name), stop, FUNCTIONS[name])
+            self._replace(function, self._text(function).removesuffix(name) + FUNCTIONS[name])
         self.generic_visit(node)
 
 
-def mutants_of(root: Path, folders: list[str]) -> list[Mutant]:
-    """All mutants of the files below folders of a tree."""
-    found: list[Mutant] = []
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            found += Mutations(str(path.relative_to(root)), path.read_text()).found
-    return found
+def name_of(node: ast.AST) -> str:
+    """What is called, without what it belongs to."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 # The record
@@ -428,16 +361,14 @@ class Record:
             for path in ROOT.glob(pattern)
         }
         kept = json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
-        digests = kept.get("digests", {})
+        digests, tests = kept.get("digests", {}), kept.get("tests", {})
         self.stale = {path for path in digests if digests[path] != self.digests.get(path)}
-        tests = kept.get("tests", {})
         self.tests = {path: tests[path] for path in tests if path not in self.stale}
 
-    def drop_stale(self, chosen: list[str] | None) -> list[str]:
-        """Drop what reached files that have changed; the test files to run, the largest first."""
-        self.tests = {
-            p: each for p, each in self.tests.items() if not self.stale & {*each["lines"]}
-        }
+    def lacking(self, chosen: list[str] | None) -> list[str]:
+        """The test files to run, the largest first; what reached files that have changed goes."""
+        kept = self.tests.items()
+        self.tests = {p: each for p, each in kept if not self.stale & {*each["lines"]}}
         self.stale = set()
         every = [p for p in self.digests if p.startswith("tests/")]
         every = [p for p in every if not NOT_RECORDED.search(p)] if chosen is None else chosen
@@ -455,16 +386,14 @@ class Record:
         Tests of a line begin with the fastest of each test file, then follow the second fastest.
         """
         times: dict[str, float] = {}
-        ranked: dict[str, dict[int, list[tuple[int, float, str]]]] = {}
+        ranked: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
         for record in self.tests.values():
             times.update(record["tests"])
             for path, lines in record["lines"].items():
-                if path in self.stale:
-                    continue
-                for line, numbers in lines.items():
+                for line, numbers in {} if path in self.stale else lines.items():
                     some = sorted((record["tests"][n] for n in numbers), key=lambda test: test[1])
-                    entries = ranked.setdefault(path, {}).setdefault(int(line), [])
-                    entries += [(i, time, test) for i, (test, time) in enumerate(some)]
+                    entries = [(i, seconds, test) for i, (test, seconds) in enumerate(some)]
+                    ranked[path][int(line)] += entries
         reached = {
             path: {line: [test for _, _, test in sorted(some)] for line, some in lines.items()}
             for path, lines in ranked.items()
@@ -499,6 +428,7 @@ class Chosen:
     def __init__(self, folder: Path, tests: list[str]) -> None:
         self._order = {test: i for i, test in enumerate(tests)}
         self._failed = folder / "failed"
+        self._failed.write_text("")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -514,129 +444,85 @@ class Chosen:
     pytest_runtest_logreport = pytest_collectreport = _note
 
 
-@dataclasses.dataclass
-class Run:
-    """Pytest in a copy of the tree, in a process forked off this one."""
+def run_pytest(folder: Path, arguments: list[str], plugin: Any, deadline: float) -> str:
+    """Run pytest in a copy of the tree: "passed", "failed", "no tests" or "timeout".
 
-    folder: Path
-    arguments: list[str]
-    plugin: Any
-    seconds: float
-
-    def start(self) -> None:
-        self.begin = time.monotonic()
-        self.pid = os.fork()
-        if self.pid:
-            return
+    It runs in a process forked off this one, which has imported torch.
+    """
+    pid = os.fork()
+    if not pid:
         status = 3
         try:
             os.setsid()
-            os.chdir(self.folder)
-            os.environ |= {"PYTHONPATH": str(self.folder), "MUTANTS_FOLDER": str(self.folder)}
+            os.chdir(folder)
+            os.environ |= {"PYTHONPATH": str(folder), "MUTANTS_FOLDER": str(folder)}
             sys.path[:] = [place for place in sys.path if not place.startswith(f"{ROOT}/tests")]
-            sys.path[:0] = [str(self.folder), str(self.folder / "tests")]
-            log = os.open(self.folder / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            sys.path[:0] = [str(folder), str(folder / "tests")]
+            log = os.open(folder / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
             options = ["-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
-            status = pytest.main([*options, *self.arguments], plugins=[self.plugin])
+            status = pytest.main([*options, *arguments], plugins=[plugin])
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(status))
-
-    def end(self) -> str | None:
-        """ "passed", "failed", "no tests" or "timeout"; None while it runs."""
-        done, status = os.waitpid(self.pid, os.WNOHANG)
-        if not done and time.monotonic() - self.begin <= self.seconds:
-            return None
-        self.kill(waits=not done)
-        if not done:
-            return "timeout"
-        code = os.waitstatus_to_exitcode(status)
-        names = {pytest.ExitCode.OK: "passed", pytest.ExitCode.NO_TESTS_COLLECTED: "no tests"}
-        return names.get(code, "failed")
-
-    def kill(self, waits: bool = True) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the servers of ranks, too
-        if waits:
-            os.waitpid(self.pid, 0)
-
-
-# A job runs pytest in a folder as often as it needs: it yields runs, and is sent how they end.
-Job = Callable[[Path], Generator[Run, str, None]]
-
-
-def run_jobs(jobs: Iterable[Job], folders: list[Path], deadline: float) -> bool:
-    """Run jobs, one per folder at a time; whether all have ended before a deadline."""
-    waiting = iter(jobs)
-
-    def worker(folder: Path) -> Generator[Run, str, None]:
-        for job in waiting:
-            yield from job(folder)
-
-    def proceed(worker: Generator[Run, str, None], end: str | None) -> None:
-        run = next(worker, None) if end is None else worker.send(end)
-        if run is not None:
-            run.start()
-            running.append((run, worker))
-
-    running: list[tuple[Run, Generator[Run, str, None]]] = []
-    for folder in folders:
-        proceed(worker(folder), None)
-    while running and time.monotonic() < deadline:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    while not done and time.monotonic() < deadline:
         time.sleep(0.02)
-        for each in [*running]:
-            end = each[0].end()
-            if end is not None:
-                running.remove(each)
-                with contextlib.suppress(StopIteration):
-                    proceed(each[1], end)
-    for run, job in running:
-        run.kill()
-        job.close()
-    return not running
+        done, status = os.waitpid(pid, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # the servers of ranks, too
+    if not done:
+        os.waitpid(pid, 0)
+        return "timeout"
+    names = {pytest.ExitCode.OK: "passed", pytest.ExitCode.NO_TESTS_COLLECTED: "no tests"}
+    return names.get(os.waitstatus_to_exitcode(status), "failed")
 
 
-def recording(record: Record, path: str, folder: Path) -> Generator[Run, str, None]:
-    """Record the tests of a file."""
-    begin = time.monotonic()
-    yield Run(folder, [path], Recorder(folder), 3600)
-    result = folder / "record" / "tests.json"
-    if result.exists():
-        record.tests[path] = json.loads(result.read_text())
-    n_tests = len(record.tests.get(path, {}).get("tests", ()))
-    print(f"{time.monotonic() - begin:7.1f} s {n_tests:5} tests of {path}", flush=True)
+def in_copies(
+    function: Callable[[Path, Any], Any], work: list, folders: list[Path], deadline: float
+) -> Iterator:
+    """What a function makes of each item in one of the folders, as many at a time; not None."""
+    global _job
+    _job = function, work, folders, deadline
+    with multiprocessing.get_context("fork").Pool(len(folders)) as pool:
+        yield from (x for x in pool.imap_unordered(_do, range(len(work))) if x is not None)
+
+
+def _do(number: int) -> Any:
+    function, work, folders, deadline = _job
+    if time.monotonic() > deadline:
+        return None
+    worker = int(multiprocessing.current_process().name.rpartition("-")[2])  # they are numbered
+    return function(folders[worker % len(folders)], work[number])
 
 
 class Judge:
     """Judges mutants, and keeps the verdicts in a file."""
 
-    def __init__(self, options: argparse.Namespace, record: Record) -> None:
-        self.options, self.stale = options, record.stale
-        self.begin = time.monotonic()
+    def __init__(self, options: argparse.Namespace, record: Record, deadline: float) -> None:
+        self.options, self.stale, self.deadline = options, record.stale, deadline
         self.reached, self.times = record.reached()
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
         self.verdicts: list[dict[str, Any]] = results.get("verdicts", [])
-        survivors = {v["key"] for v in self.verdicts if v["verdict"] == "survived"}
-        if options.again:
-            self.verdicts = [each for each in self.verdicts if each["key"] not in survivors]
-        self.spent = results.get("seconds", 0.0)
         # Tests that have failed, and files that could not be collected: whether they pass without
         # a mutant.
         self.passes: dict[str, bool] = {}
-        # On how many mutants a test function ran.
-        self.ran = Counter(results.get("ran", {}))
-        every = [m for m in mutants_of(ROOT, options.folders) if m.path not in self.stale]
+        every = [
+            mutant
+            for folder in options.folders
+            for path in sorted((ROOT / folder).rglob("*.py"))
+            for mutant in Mutations(str(path.relative_to(ROOT)), path.read_text()).found
+            if mutant.path not in self.stale
+        ]
         found = [m for m in every if self.tests_of(m)]
         self.unreached = Counter(folder_of(m.path) for m in every)
         self.unreached -= Counter(folder_of(m.path) for m in found)
         done = {each["key"] for each in self.verdicts}
-        drawn = [m for m in found if m.key in survivors]
-        drawn += sample(found, options.count, options.seed)
-        self.work = [*{m.key: m for m in drawn if m.key not in done}.values()]
+        drawn = {m.key: m for m in sample(found, options.count, options.seed)}
+        self.work = [mutant for key, mutant in drawn.items() if key not in done]
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         lines = self.reached.get(mutant.path, {})
@@ -651,78 +537,59 @@ class Judge:
                 total += self.times[test]
         return chosen[:400]
 
-    def run(self, folder: Path, tests: list[str], *options: str) -> Run:
-        (folder / "failed").unlink(missing_ok=True)
+    def run(self, folder: Path, tests: list[str], *options: str) -> tuple[str, list[str]]:
+        """How a run of tests ends, and what has failed: tests, or files without any."""
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         seconds = 30 + 4 * sum(self.times[test] for test in tests)
-        return Run(folder, [*options, *files], Chosen(folder, tests), seconds)
+        plugin, deadline = Chosen(folder, tests), time.monotonic() + seconds
+        end = run_pytest(folder, [*options, *files], plugin, min(deadline, self.deadline))
+        return end, [*dict.fromkeys((folder / "failed").read_text().splitlines())]
 
-    @contextlib.contextmanager
-    def mutated(self, mutant: Mutant, folder: Path) -> Iterator[None]:
-        path = folder / mutant.path
-        original = path.read_text()
-        try:
-            path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
-            yield
-        finally:
-            path.write_text(original)
-
-    def job(self, mutant: Mutant, folder: Path) -> Generator[Run, str, None]:
+    def judge(self, folder: Path, mutant: Mutant) -> dict[str, Any] | None:
         """Run tests until one fails, or all; those that fail without the mutant, too, go."""
         begin, failed, end = time.monotonic(), [], "failed"
-        stops = () if self.options.matrix else ("-x",)
+        path, stops = folder / mutant.path, () if self.options.matrix else ("-x",)
+        original = path.read_text()
         tests = [test for test in self.chosen(mutant) if self.passes.get(test, True)]
         while end == "failed" and not failed and tests:
-            with self.mutated(mutant, folder):
-                end = yield self.run(folder, tests, *stops)
-            failed = failures(folder)
+            path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
+            end, failed = self.run(folder, tests, *stops)
+            path.write_text(original)
             unknown = tuple(test for test in failed if test not in self.passes)
-            if unknown:  # tests, or whole files
-                yield self.run(folder, [test for test in tests if test.startswith(unknown)])
-                bad = failures(folder)
+            if unknown:
+                some = [test for test in tests if test.startswith(unknown)]
+                bad = self.run(folder, some)[1]
                 self.passes |= {test: test not in bad for test in unknown}
             wrong = tuple(test for test in failed if not self.passes[test])
             failed = [test for test in failed if self.passes[test]]
             if not wrong:
                 break
             tests = [test for test in tests if not test.startswith(wrong)]
-        self.ran.update(map(function_of, tests))
+        if time.monotonic() > self.deadline:
+            return None
         end = "failed" if failed else "passed" if not tests else end
-        self.keep(mutant, end, failed, len(tests), time.monotonic() - begin)
-
-    def keep(
-        self, mutant: Mutant, end: str, failed: list[str], n_tests: int, seconds: float
-    ) -> None:
         verdict = {"passed": "survived", "failed": "killed"}.get(end, end)
         if verdict == "survived" and mutant.key in known_equivalents():
             verdict = "equivalent"
-        place = dict(key=mutant.key, path=mutant.path, line=mutant.lines[0])
-        text = dict(before=mutant.before, after=mutant.after)
-        found = dict(verdict=verdict, failed=failed, tests=n_tests, seconds=round(seconds, 1))
-        entry = {**place, **text, **found}
-        self.verdicts.append(entry)
-        self.write()
-        print(f"{verdict:11}{mutant.path}:{mutant.lines[0]}  {mutant.after}", flush=True)
+        seconds, ran = round(time.monotonic() - begin, 1), [*dict.fromkeys(map(function_of, tests))]
+        found = dict(key=mutant.key, verdict=verdict, failed=failed, ran=ran, seconds=seconds)
+        return dataclasses.asdict(mutant) | found
 
-    def table(self) -> dict[str, Counter]:
-        """Numbers of verdicts, by folder."""
-        table: dict[str, Counter] = defaultdict(Counter)
-        for each in self.verdicts:
-            table[folder_of(each["path"])][each["verdict"]] += 1
-        for folder, count in self.unreached.items():
-            table[folder]["not reached"] = count
-        return table
+    def judge_all(self, folders: list[Path]) -> None:
+        for entry in in_copies(self.judge, self.work, folders, self.deadline):
+            self.verdicts.append(entry)
+            print(
+                f"{entry['verdict']:11}{entry['path']}:{entry['lines'][0]}  {entry['after']}",
+                flush=True,
+            )
+            self.write()
 
     def write(self) -> None:
         results = {
             "seed": self.options.seed,
             "python": platform.python_version(),
             "torch": sys.modules["torch"].__version__,
-            "seconds": round(self.spent + time.monotonic() - self.begin, 1),
-            "folders": self.table(),
-            "ran": self.ran,
             "changed_since_recorded": sorted(self.stale),
-            "fail_without_mutants": [test for test, passes in self.passes.items() if not passes],
             "verdicts": self.verdicts,
         }
         part = self.options.json.with_suffix(".part")
@@ -733,13 +600,14 @@ class Judge:
         """The survivors, and a table of verdicts by folder."""
         for each in self.verdicts:
             if each["verdict"] == "survived":
-                yield f"{each['path']}:{each['line']}\n  - {each['before']}\n  + {each['after']}"
+                place = f"{each['path']}:{each['lines'][0]}"
+                yield f"{place}\n  - {each['before']}\n  + {each['after']}"
         if self.options.matrix:
             yield from self.cover()
-        columns = ("killed", "timeout", "survived", "equivalent", "no tests", "not reached")
-        yield f"{'':24}" + "".join(f"{column:>12}" for column in columns)
-        for folder, counts in sorted(self.table().items()):
-            yield f"{folder:24}" + "".join(f"{counts[column]:12}" for column in columns)
+        counts = Counter((folder_of(each["path"]), each["verdict"]) for each in self.verdicts)
+        counts.update({(folder, "not reached"): n for folder, n in self.unreached.items()})
+        for (folder, verdict), n in sorted(counts.items()):
+            yield f"{folder:24}{verdict:>12}{n:8}"
 
     def cover(self) -> Iterator[str]:
         """Test functions by what they kill; those that a greedy cover takes have a plus."""
@@ -755,9 +623,10 @@ class Judge:
             best = max(gain, key=lambda test: (gain[test], -seconds[test]))
             taken.append(best)
             left = [killers for killers in left if best not in killers]
+        ran = Counter(test for each in self.verdicts for test in each["ran"])
         yield f"{'kills':>7}{'alone':>7}{'ran':>7}{'s':>7}"
-        for test, ran in sorted(self.ran.items(), key=lambda item: (-total[item[0]], item[0])):
-            numbers = f"{total[test]:7}{alone[test]:7}{ran:7}{seconds[test]:7.1f}"
+        for test in sorted(ran, key=lambda test: (-total[test], test)):
+            numbers = f"{total[test]:7}{alone[test]:7}{ran[test]:7}{seconds[test]:7.1f}"
             yield f"{numbers} {'+' if test in taken else ' '} {test}"
 
 
@@ -766,31 +635,23 @@ def function_of(test: str) -> str:
     return test.split("[")[0]
 
 
-def failures(folder: Path) -> list[str]:
-    """What has failed in the last run: tests, or files that could not be collected."""
-    note = folder / "failed"
-    return [*dict.fromkeys(note.read_text().splitlines())] if note.exists() else []
-
-
-def sample(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
+def sample(mutants: Iterable[Mutant], count: int | None, seed: int) -> list[Mutant]:
     """At most one mutant per line, with each folder's share of the lines."""
     generator = random.Random(seed)
     lines: dict[tuple[str, tuple[int, ...]], list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         lines[mutant.path, mutant.lines].append(mutant)
     one_each = [generator.choice(same) for same in lines.values()]
-    n = len(one_each)
-    return generator.sample(one_each, n if count is None else min(count, n))
+    return generator.sample(one_each, min(count or len(one_each), len(one_each)))
 
 
 def folder_of(path: str) -> str:
     return next((folder for folder in FOLDERS if path.startswith(f"{folder}/")), "others")
 
 
-@functools.cache
 def known_equivalents() -> set[str]:
-    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
-    return {line.rsplit(" | ", 1)[0] for line in lines if line and not line.startswith("#")}
+    lines = EQUIVALENT.read_text().splitlines()
+    return {line.rsplit(" | ", 1)[0] for line in lines if not line.startswith("#")}
 
 
 def main() -> None:
@@ -802,18 +663,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests per mutant (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
     parser.add_argument("--matrix", action="store_true", help="run all tests of each mutant")
-    parser.add_argument("--again", action="store_true", help="judge earlier survivors again, first")
     parser.add_argument("--record", type=Path, metavar="FILE", help="record, and no more")
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="what --record has written")
     parser.add_argument("--json", type=Path, default=OUT / "result.json", help="takes the verdicts")
     parser.add_argument("--tests", nargs="*", help="files to record, in place of all")
     options = parser.parse_args()
-    deadline = time.monotonic() + 60 * options.minutes
-    for name in ("record", "coverage", "json"):
-        if getattr(options, name) is not None:
-            setattr(options, name, getattr(options, name).absolute())
     if options.coverage is not None and not options.coverage.exists():
         parser.error(f"there is no file {options.coverage}; --record writes it")
+    begin, minute = time.monotonic(), 60 * options.minutes
+    deadline = begin + minute
 
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in PRELOADED:
@@ -821,27 +679,30 @@ def main() -> None:
             importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     folders = [OUT / f"copy{number}" for number in range(options.jobs)]
-    copy_tree(folders[0])
-    for folder in folders[1:]:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(folders[0], folder, symlinks=True)
+    for folder in folders:
+        copy_tree(folder)
 
     record_file = options.coverage or options.record or OUT / "coverage.json.gz"
     record = Record(record_file)
     if options.coverage is None:
-        lacking = record.drop_stale(options.tests)
+        half = deadline if options.record else begin + minute / 2
+
+        def recorded(folder: Path, path: str) -> tuple[str, Any] | None:
+            run_pytest(folder, [path], Recorder(folder), half)
+            result = folder / "record" / "tests.json"
+            return (path, json.loads(result.read_text())) if result.exists() else None
+
+        lacking = record.lacking(options.tests)
         print(f"recording the tests of {len(lacking)} files", flush=True)
-        jobs = (functools.partial(recording, record, path) for path in lacking)
-        half = time.monotonic() + 30 * options.minutes
-        complete = run_jobs(jobs, folders, deadline if options.record else half)
-        record.write(record_file)
-        if not complete:
-            print("the time was too short to record all; a repeated run goes on with it")
+        for path, reached in in_copies(recorded, lacking, folders, half):
+            record.tests[path] = reached
+            print(f"{len(reached['tests']):5} tests of {path}", flush=True)
+            record.write(record_file)
         if options.record:
             return
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    judge = Judge(options, record)
-    run_jobs((functools.partial(judge.job, mutant) for mutant in judge.work), folders, deadline)
+    judge = Judge(options, record, deadline)
+    judge.judge_all(folders)
     judge.write()
     print(*judge.report(), sep="\n")
 

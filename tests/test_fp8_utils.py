@@ -15,14 +15,9 @@ from fp4adam import (
     quantized_init,
 )
 from fp4adam.fp8_utils import replace_raw_data
+from helpers import RECIPES, randn
 from te_stand_ins import te_tensor
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
 CONFIG = SimpleNamespace(
     fp8="hybrid",
     fp8_param=True,
@@ -38,12 +33,12 @@ CONFIG = SimpleNamespace(
 
 
 def value() -> torch.Tensor:
-    return torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return randn(64, 96, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_tensors_of_both_packages_are_told_apart(name):
-    quantizer = QUANTIZERS[name]
+    quantizer = RECIPES[name]
     tensors = quantizer(value()), nn.Parameter(quantizer(value())), te_tensor(quantizer, value())
     of_subclass = te_tensor(quantizer, value())
     of_subclass.__class__ = type("Own", (type(of_subclass),), {})
@@ -58,9 +53,9 @@ def test_tensors_of_both_packages_are_told_apart(name):
         fp8_utils.dequantize_fp8_tensor(value())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_codes_move_to_a_buffer_and_are_written_there(name):
-    quantizer = QUANTIZERS[name]
+    quantizer = RECIPES[name]
     makers = [lambda: nn.Parameter(quantizer(value())), lambda: te_tensor(quantizer, value())]
     for make in makers:
         param, size = make(), 64 * 96 * quantizer.layout.code_type.bits // 8
@@ -81,14 +76,10 @@ def test_codes_move_to_a_buffer_and_are_written_there(name):
     assert torch.equal(own.dequantize(), quantizer(value()).dequantize())
     if name != "mxfp8":
         assert torch.equal(buffer[16:], quantizer(value()).rowwise_data.flatten())
-
-
-def test_what_holds_no_rowwise_codes_does_not_move():
-    columnwise = NVFP4Quantizer(rowwise=False)(value())
     with pytest.raises(RuntimeError, match="must have rowwise codes to be moved"):
-        replace_raw_data(columnwise, torch.zeros(3072, dtype=torch.uint8))
+        replace_raw_data(NVFP4Quantizer(rowwise=False)(value()), buffer)
     with pytest.raises(ValueError, match="must be a quantized tensor, got a Tensor"):
-        replace_raw_data(value(), torch.zeros(3072, dtype=torch.uint8))
+        replace_raw_data(value(), buffer)
 
 
 def test_recipes_and_contexts_of_a_configuration():
@@ -118,10 +109,8 @@ def test_parts_of_a_layer_stay_in_high_precision():
         with fp8_utils.get_fp8_disabled_context(CONFIG, is_init=True):
             router = nn.Sequential(nn.Linear(32, 32))
         layer = nn.ModuleList([first, router, nn.Linear(32, 32)])
-    kinds = [
-        fp8_utils.is_float8tensor(p) for p in (first.weight, router[0].weight, layer[2].weight)
-    ]
-    assert kinds == [True, False, True]
+    weights = (first.weight, router[0].weight, layer[2].weight)
+    assert [fp8_utils.is_float8tensor(weight) for weight in weights] == [True, False, True]
     with quantized_init(enabled=False):
         plain = nn.Sequential(nn.Linear(32, 32))
     with quantized_init("mxfp8"):  # what is wrapped later counts as built here

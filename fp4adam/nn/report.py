@@ -101,13 +101,11 @@ class ModelSummary:
         lines += ["", self.describe()]
         lines.append(f"{numel:,} parameters in {nbytes:,} bytes, {bits:.2f} bits per parameter")
         if init:
-            lines.append(
-                f"{init:,} bytes more of values before quantization, which FP4Adam frees at its "
-                "first step"
-            )
+            lines.append(f"{init:,} bytes more of values before quantization, until the first step")
         if state:
             lines.append(
-                f"{state:,} bytes of the optimizer's state, {per_parameter:.2f} bytes per parameter"
+                f"{state:,} bytes of the optimizer's state from its first step on, "
+                f"{per_parameter:.2f} bytes per parameter"
             )
         elif self.has_state:
             lines.append("no optimizer state yet: the first step creates it")
@@ -124,28 +122,35 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> ModelSummar
 
     Args:
         model: Any module.
-        optimizer: Any torch optimizer, whose state is counted; None leaves it out.
+        optimizer: Any torch optimizer, whose state is counted, that of ``FP4Adam`` before its first
+            step as well; None leaves it out.
     """
     check_module(model)
-    _check_optimizer(optimizer)
+    optimizer = _unwrapped(optimizer)
     states = {} if optimizer is None else optimizer.state
-    parameters = [
-        _of_parameter(name, model.get_submodule(name.rpartition(".")[0]), p, states.get(p, {}))
-        for name, p in model.named_parameters()
-    ]
+    known = getattr(optimizer, "state_nbytes", dict)()
+    parameters = []
+    for name, p in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        leaves = map(local, pytree.tree_leaves(states.get(p, {})))
+        # Step counts are on the host.
+        found = sum(x.nbytes for x in leaves if isinstance(x, Tensor) and x.dim())
+        parameters.append(_of_parameter(name, module, p, known.get(p, found)))
     return ModelSummary(tuple(parameters), optimizer is not None)
 
 
-def _check_optimizer(optimizer: Optimizer | None) -> None:
+def _unwrapped(optimizer: Optimizer | None) -> Any:
+    """The optimizer inside of Accelerate's wrapper."""
     if not (optimizer is None or isinstance(optimizer, Optimizer)):
         raise TypeError(
             "optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}; pass the one that steps the model"
         )
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _of_parameter(
-    name: str, module: nn.Module, param: nn.Parameter, state: Any
+    name: str, module: nn.Module, param: nn.Parameter, state_nbytes: int
 ) -> ParameterSummary:
     own, layer, reason = local(param), type(module).__name__, ""
     is_lazy = isinstance(own, nn.UninitializedParameter)
@@ -165,11 +170,7 @@ def _of_parameter(
             reason = "its module has no num_experts that is its first size"
         elif len(shape) == 2 and layer == "Conv1D":
             reason = "its weight is [in, out]"
-    # FusedAdam does not show the scales of narrow states. Step counts are on the host.
-    leaves = map(local, pytree.tree_leaves(getattr(state, "stored", state)))
-    parts = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    init_nbytes, state_nbytes = 0 if init is None else init.nbytes, sum(x.nbytes for x in parts)
-    numbers = nbytes, init_nbytes, reason, state_nbytes
+    numbers = nbytes, 0 if init is None else init.nbytes, reason, state_nbytes
     return ParameterSummary(name, layer, shape, kind, is_quantized, *numbers)
 
 
@@ -203,9 +204,7 @@ class QuantizationMonitor:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         check_module(model)
-        _check_optimizer(optimizer)
-        # Accelerate's wrapper of an optimizer cannot decode narrow states.
-        self.model, self.optimizer = model, getattr(optimizer, "optimizer", optimizer)
+        self.model, self.optimizer = model, _unwrapped(optimizer)
         self._samples: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -235,7 +235,6 @@ class Engine:
             self.plan.counter.settle()
 
     def drop_plan(self) -> None:
-        """Plan the next step anew."""
         self.settle()
         # Lists that would keep parameters alive.
         self.plan, self._planned = None, ()
@@ -322,7 +321,6 @@ class Engine:
     # Masters
 
     def reset_masters(self, params: Sequence[Tensor]) -> None:
-        """Restart master weights from the current values of their parameters."""
         self.settle()
         self.drop_plan()
         settle_written(sharded_weights(params))

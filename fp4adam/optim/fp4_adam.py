@@ -22,10 +22,9 @@ class FP4Adam(FusedAdam):
 
     With ``states="8bit"`` it takes 3.06: FP8 moments, and ``master_weight_dtype=torch.int8``. The
     master is then the weight and an int8 remainder, rounded stochastically, in units of 1/239 of
-    the gap between codes. Codes and scales are those of the updated value before its remainder
-    is rounded. ``state_dict()`` has FP32 masters. A remainder is of use only with its codes: if
-    other code writes the weight, even the same bytes, or moves it to other memory between two
-    steps, the master restarts from the weight, with a warning.
+    the gap between codes. ``state_dict()`` has FP32 masters. A remainder is of use only with its
+    codes: if other code writes the weight, even the same bytes, or moves it between two steps, the
+    master restarts from the weight, with a warning.
 
     With ``master_weights=False`` MXFP8 weights, and Float8Block ones with scales that are powers of
     two, have no master: each update is rounded stochastically to what E4M3 codes can hold. With
@@ -40,12 +39,9 @@ class FP4Adam(FusedAdam):
     gradient, all members are written and have a state.
 
     States, groups and checkpoints look like those of ``torch.optim``. :class:`FusedAdam` is the
-    same optimizer with the layout of Transformer Engine's. This one has that layout too if it is
-    made with ``adam_w_mode``, as Megatron-LM makes its optimizers.
-
-    Args are those of :class:`FusedAdam`, and its defaults. For quantized parameters ``capturable``
-    must stay False: capture forward and backward, and call ``step()`` outside of the CUDA graph. It
-    writes weights in place, where the graph reads them.
+    same optimizer with the layout of Transformer Engine's. Args are those of :class:`FusedAdam`,
+    and its defaults. For quantized parameters ``capturable`` must stay False: the step writes them
+    in place, where a CUDA graph of forward and backward reads them.
 
     Raises:
         NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of

@@ -74,7 +74,7 @@ class FusedAdam(Optimizer):
             of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
             rules need ``params=model.named_parameters()``. None keeps the groups made by
             ``quantize_model(..., scale_groups=...)``; () means no groups.
-        set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
+        set_grad_none: Transformer Engine's: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, so that a CUDA graph can record
             ``step()``.
@@ -138,12 +138,6 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad, offload_states=offload_states,
             quantize_from=quantize_from, set_grad_none=set_grad_none,
         )  # fmt: skip
-        if set_grad_none is not None:
-            warnings.warn(
-                "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         _join_flags(defaults)
         defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))
@@ -382,12 +376,19 @@ class FusedAdam(Optimizer):
 
     # Checkpoints
 
+    def state_nbytes(self) -> dict[Tensor, int]:
+        """Bytes of the states of trained parameters on this rank, from their first step on."""
+        return {
+            param: self._targets[param].state_nbytes(group["amsgrad"])
+            for group in self.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies. If
-        other code has written to a parameter, its value replaces the outdated master.
-
+        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies.
         That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups,
         ``master_param`` an int16 remainder with ``store_param_remainders``.
         """
@@ -431,11 +432,10 @@ class FusedAdam(Optimizer):
         with ``state_dict``. With sharded parameters, call it on every rank, with states of its
         shards or of whole parameters.
 
-        Load the model first. A loaded master stands if it belongs to the weight: every element is
-        within a gap between codes of the weight's value, whatever has rounded that. A weight that
-        was loaded as plain values gets the bytes of its rounded master then. Otherwise the model
-        wins, and the master restarts from the weight; a warning counts these masters, and quantized
-        weights that the state has none for. If the model is loaded later, the next step decides.
+        Load the model first. A loaded master stands if every element is within a gap between codes
+        of the weight's value; a weight that was loaded as plain values gets its bytes. Otherwise
+        the master restarts from the weight, with a warning. If the model is loaded later, the next
+        step decides.
 
         Raises:
             ValueError, TypeError: If groups, shapes, dtypes, placements or numbers do not fit;
@@ -468,9 +468,9 @@ class FusedAdam(Optimizer):
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
-        A step does this by itself if it finds other bytes in a parameter than it left there. Call
-        it after writes that go unnoticed (through ``.data`` of a plain parameter) or that leave the
-        same bytes. Moments and step counts stay. ``params``: Some of its parameters; None for all.
+        A step does this where it finds other bytes than it left. Call it after writes through
+        ``.data`` of a plain parameter, which go unnoticed, or that leave the same bytes. Moments
+        and step counts stay. ``params``: Some of its parameters; None for all.
         """
         engine = self._engine
         params = engine.params if params is None else [*params]

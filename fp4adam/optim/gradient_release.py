@@ -77,7 +77,6 @@ class GradientRelease:
     # What the optimizer calls
 
     def attach(self, engine: Engine) -> None:
-        """Register hooks and make units again where parameters or groups have changed."""
         trained = [param for param in engine.params if param.requires_grad]
         implementations = [param._cdata for param in trained]
         if implementations != self._implementations:
@@ -118,7 +117,6 @@ class GradientRelease:
             )
 
     def forget(self, engine: Engine) -> None:
-        """Make new units, after a state has been loaded."""
         self._known = []
         self.attach(engine)
 

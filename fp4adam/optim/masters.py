@@ -53,13 +53,12 @@ def strategy(owner: Tensor, param: Tensor, options: Options) -> "NoMaster":
     """How the master of a parameter is stored; ``param``: its local tensor."""
     codec = options.codecs(param.dtype)[MASTER]
     if isinstance(param, QuantizedTensor):
-        if options.master_weights:
-            return (
-                CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
-            )
-    elif param.dtype == torch.bfloat16 and options.store_param_remainders:
+        if not options.master_weights:
+            return NoMaster(owner, param)
+        return CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
+    if param.dtype == torch.bfloat16 and options.store_param_remainders:
         return HighHalf(owner, param)
-    elif param.dtype in (torch.bfloat16, torch.float16) and options.master_weights:
+    if param.dtype in (torch.bfloat16, torch.float16) and options.master_weights:
         # int8 masters are of quantized weights.
         return WholeMaster(owner, param, FLOAT32 if codec is INT8 else codec)
     return NoMaster(owner, param)
@@ -71,10 +70,12 @@ class NoMaster:
     Attributes:
         name: The entry of a state that holds the master, or None.
         codec: How a step decodes and encodes the value.
+        stored: How the entry is encoded, or None.
     """
 
     name: str | None = None
     codec: StateCodec = PLAIN
+    stored: StateCodec | None = None
 
     def __init__(self, owner: Tensor, param: Tensor) -> None:
         self.owner, self.param = owner, param
@@ -119,24 +120,24 @@ class WholeMaster(NoMaster):
 
     def __init__(self, owner: Tensor, param: Tensor, codec: StateCodec) -> None:
         super().__init__(owner, param)
-        self._stored_codec = codec
+        self.stored = codec
         self.codec = PLAIN if codec.exact else codec
 
     def read(self, state: State) -> Tensor | None:
         if MASTER not in state:
             return None
         # Models move without the states, which follow when they are loaded.
-        return StateTensor.of(state, MASTER, self._stored_codec).decode().to(self.param.device)
+        return StateTensor.of(state, MASTER, self.stored).decode().to(self.param.device)
 
     def store(self, state: State, value: Tensor | None) -> None:
         super().store(state, value)
-        StateTensor.encode(self._stored_codec, value).store(state, MASTER, self.owner)
+        StateTensor.encode(self.stored, value).store(state, MASTER, self.owner)
 
     def is_stored(self, state: State) -> bool:
-        return MASTER in state and local(state[MASTER]).dtype == self._stored_codec.dtype
+        return MASTER in state and local(state[MASTER]).dtype == self.stored.dtype
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
-        if compact or self._stored_codec.exact:
+        if compact or self.stored.exact:
             return {name: state[name] for name in ENTRIES[:2] if name in state}
         return super().saved(state, compact, as_te)
 
@@ -145,7 +146,7 @@ class HighHalf(NoMaster):
     """A BF16 parameter that is the upper half of its master; ``param_remainder`` completes it."""
 
     name = REST
-    codec = REMAINDER
+    codec = stored = REMAINDER
 
     def read(self, state: State) -> Tensor | None:
         if MASTER in state:  # loaded
@@ -184,6 +185,12 @@ class CodeRemainder(WholeMaster):
 
     def __init__(self, owner: Tensor, param: QuantizedTensor) -> None:
         super().__init__(owner, param, INT8)
+        code = param.quantizer.layout.code_type
+        if code.bits != 8 and code.name != "e2m1":
+            raise ValueError(
+                f"master_weight_dtype must not be int8 for codes of {code.name}, whose gaps may "
+                "not be those of a float: it takes E2M1 and codes of 8 bits; pass torch.float16"
+            )
 
     def read(self, state: State) -> Tensor | None:
         if not self.is_stored(state):

@@ -269,7 +269,6 @@ class _Chunk:
         return found.keys() == views.keys() and all(found[key] is views[key] for key in views)
 
     def leave_buffer(self) -> None:
-        """Drop all views of the buffer."""
         self.staged_block = self.block[:0]
         self._views: dict[tuple[Tensor, str], Tensor] = {}
         self._staged: dict[Tensor, State] = {}

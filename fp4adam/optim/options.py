@@ -55,11 +55,11 @@ class Options:
 
     def codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
         """The codecs of master and moments, by the name of the state."""
-        options = dict(master_param="master_weight", exp_avg="exp_avg", exp_avg_sq="exp_avg_sq")
+        dtypes = self.master_weight_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype
+        stored = dict(zip(("master_param", "exp_avg", "exp_avg_sq"), dtypes, strict=True))
         if param_dtype == torch.float64:
-            return dict.fromkeys(options, FLOAT64)
-        dtypes = ((state, name, getattr(self, f"{name}_dtype")) for state, name in options.items())
-        return {state: state_codec(name, dtype) for state, name, dtype in dtypes}
+            return dict.fromkeys(stored, FLOAT64)
+        return {state: state_codec(state, dtype) for state, dtype in stored.items()}
 
     @property
     def hides_states(self) -> bool:

@@ -101,6 +101,10 @@ class StateCodec:
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         return codes
 
+    def nbytes(self, n: int) -> int:
+        """Bytes of codes [n] and their scales."""
+        return n * self.dtype.itemsize + (-(-n // STATE_BLOCK) if self.scaled else 0)
+
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes in the layout of ``param``, and scales, that encode zero: all bits are zero."""
         codes = torch.zeros_like(param, dtype=self.dtype, memory_format=torch.preserve_format)
@@ -241,23 +245,22 @@ UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
 
 _FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_MASTERS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8}
 _CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
     "exp_avg": _FLOATS | {torch.float16: FLOAT16, torch.float8_e4m3fn: E4M3, torch.uint8: E4M3},
     "exp_avg_sq": _FLOATS | {torch.float16: UE5M11, torch.float8_e4m3fn: UE4M4, torch.uint8: UE4M4},
-    "master_weight": _MASTERS,  # the option's name
-    "master_param": _MASTERS,
+    "master_param": {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8},
 }
 
 
 @functools.cache
 def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
-    """The codec that stores a state, by its option's name without ``_dtype``, in a dtype."""
+    """The codec that stores a state in a dtype."""
     codecs = _CODECS[name]
     if dtype not in codecs:
         known = ", ".join(str(known).removeprefix("torch.") for known in codecs)
+        option = f"{name.replace('param', 'weight')}_dtype"
         raise ValueError(
-            f"{name}_dtype must be one of {known}, got {dtype}; torch.float32 loses nothing"
+            f"{option} must be one of {known}, got {dtype}; torch.float32 loses nothing"
         )
     return codecs[dtype]
 

@@ -46,11 +46,7 @@ class StepPlan:
     """
 
     def __init__(
-        self,
-        members: list[Target],
-        outsiders: list[Tensor],
-        read_grad: ReadGrad,
-        options: Options,
+        self, members: list[Target], outsiders: list[Tensor], read_grad: ReadGrad, options: Options
     ) -> None:
         self._outsiders = outsiders
         self._read_grad = read_grad

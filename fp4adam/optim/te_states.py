@@ -1,8 +1,4 @@
-"""Optimizer states by name, as Transformer Engine's ``FusedAdam`` reads and writes them.
-
-Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``master_param``, or the
-int16 remainder in place of the last.
-"""
+"""Optimizer states by name, as Transformer Engine's ``FusedAdam`` reads and writes them."""
 
 from typing import Any
 
@@ -106,11 +102,7 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
 
 def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Target:
     """What is stepped of ``param``; raises ValueError unless it can have a state of this name."""
-    if not any(param is one for one in engine.params):
-        raise ValueError(
-            f"param must be a parameter of this optimizer, got one of shape {tuple(param.shape)}, "
-            "which is in none of its groups; pass tensors from param_groups"
-        )
+    checks.check_known([param], engine.params)
     target = engine.targets[param]
     if state_name not in (None, *NAMES):
         raise ValueError(

@@ -8,7 +8,6 @@ source was not read for it.
 """
 
 import json
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,88 +18,62 @@ from fp4adam import export_checkpoint, quantize_model
 
 ROWS, COLS = 256, 384
 BYTE, E4M3, FP32 = torch.uint8, torch.float8_e4m3fn, torch.float32
-
-
-class Loader(NamedTuple):
-    """What an engine takes for a linear layer [ROWS, COLS].
-
-    Attributes:
-        engines: Those whose sources agree on it.
-        tensors: By name the shapes and dtypes that its loader copies from. Of the scale of a tensor
-            it takes one element, in whatever shape.
-        config: What it reads of ``quantization_config``, nested keys joined by dots.
-    """
-
-    engines: tuple[str, ...]
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    config: dict[str, Any]
-
-
+PACKED, CODES = ((ROWS, COLS // 2), BYTE), ((ROWS, COLS), E4M3)
+SCALES_OF_16, SCALES_OF_32 = ((ROWS, COLS // 16), E4M3), ((ROWS, COLS // 32), BYTE)
+WEIGHTS = "config_groups.group_0.weights."
+# For each export: the tensors that loaders of the named engines copy from, of a linear layer
+# [ROWS, COLS], and what they read of ``quantization_config``, nested keys joined by dots. Of the
+# scale of a tensor they take one element, in whatever shape. With activations that are quantized
+# (W4A4) they read an input_scale or input_global_scale as well, which no export has.
 LOADERS = {
-    # W4A16: compressed-tensors' groups say whether activations are quantized, and they are not.
-    ("nvfp4", "compressed-tensors"): Loader(
-        ("vLLM", "SGLang"),
+    # vLLM, SGLang. W4A16: the groups say whether activations are quantized, and they are not.
+    ("nvfp4", "compressed-tensors"): (
         {
-            "weight_packed": ((ROWS, COLS // 2), BYTE),
-            "weight_scale": ((ROWS, COLS // 16), E4M3),
+            "weight_packed": PACKED,
+            "weight_scale": SCALES_OF_16,
             "weight_global_scale": ((1,), FP32),
         },
         {
-            "quant_method": "compressed-tensors",
             "format": "nvfp4-pack-quantized",
-            "config_groups.group_0.weights.num_bits": 4,
-            "config_groups.group_0.weights.type": "float",
-            "config_groups.group_0.weights.strategy": "tensor_group",
-            "config_groups.group_0.weights.group_size": 16,
-            "config_groups.group_0.weights.symmetric": True,
-            "config_groups.group_0.weights.dynamic": False,
+            WEIGHTS + "num_bits": 4,
+            WEIGHTS + "type": "float",
+            WEIGHTS + "strategy": "tensor_group",
+            WEIGHTS + "group_size": 16,
+            WEIGHTS + "symmetric": True,
+            WEIGHTS + "dynamic": False,
             "config_groups.group_0.input_activations": None,
             "config_groups.group_0.targets": ["Linear"],
         },
     ),
-    ("mxfp8", "compressed-tensors"): Loader(
-        ("vLLM", "SGLang"),
-        {"weight": ((ROWS, COLS), E4M3), "weight_scale": ((ROWS, COLS // 32), BYTE)},
+    ("mxfp8", "compressed-tensors"): (  # vLLM, SGLang
+        {"weight": CODES, "weight_scale": SCALES_OF_32},
         {
-            "quant_method": "compressed-tensors",
             "format": "mxfp8-quantized",
-            "config_groups.group_0.weights.num_bits": 8,
-            "config_groups.group_0.weights.type": "float",
-            "config_groups.group_0.weights.group_size": 32,
+            WEIGHTS + "num_bits": 8,
+            WEIGHTS + "type": "float",
+            WEIGHTS + "group_size": 32,
         },
     ),
-    ("nvfp4", "modelopt"): Loader(
-        ("vLLM", "SGLang", "TensorRT-LLM"),
-        {
-            "weight": ((ROWS, COLS // 2), BYTE),
-            "weight_scale": ((ROWS, COLS // 16), E4M3),
-            "weight_scale_2": ((), FP32),
-        },
-        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+    ("nvfp4", "modelopt"): (  # vLLM, SGLang, TensorRT-LLM
+        {"weight": PACKED, "weight_scale": SCALES_OF_16, "weight_scale_2": ((), FP32)},
+        {"quant_algo": "W4A16_NVFP4"},
     ),
-    ("mxfp8", "modelopt"): Loader(
-        ("vLLM",),
-        {"weight": ((ROWS, COLS), E4M3), "weight_scale": ((ROWS, COLS // 32), BYTE)},
-        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    ("mxfp8", "modelopt"): (  # vLLM
+        {"weight": CODES, "weight_scale": SCALES_OF_32},
+        {"quant_algo": "MXFP8"},
     ),
-    ("float8block", "fp8"): Loader(
-        ("vLLM", "TensorRT-LLM"),
-        {
-            "weight": ((ROWS, COLS), E4M3),
-            "weight_scale_inv": ((ROWS // 128, COLS // 128), FP32),
-        },
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ("float8block", "fp8"): (  # vLLM, TensorRT-LLM
+        {"weight": CODES, "weight_scale_inv": ((ROWS // 128, COLS // 128), FP32)},
+        {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     ),
 }
-# What engines read besides where activations are quantized as well (W4A4), and no export has.
-OF_ACTIVATIONS = {"input_scale", "input_global_scale"}
 # The keys of hf_quant_config.json that readers of ModelOpt's take for granted.
 HF_QUANT_CONFIG = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
 
 
 @pytest.mark.parametrize(("weight_format", "layout"), LOADERS)
 def test_exports_have_what_loaders_look_for(weight_format, layout, tmp_path):
-    loader = LOADERS[weight_format, layout]
+    tensors, fields = LOADERS[weight_format, layout]
     model = nn.Module()
     model.block = nn.Module()
     model.block.down_proj, model.lm_head = nn.Linear(COLS, ROWS, bias=False), nn.Linear(COLS, 10)
@@ -111,16 +84,14 @@ def test_exports_have_what_loaders_look_for(weight_format, layout, tmp_path):
         for name, value in load_file(tmp_path / "model.safetensors").items()
         if name.startswith("block.")
     }
-    assert stored == loader.tensors
-    assert stored.keys().isdisjoint(OF_ACTIVATIONS)
+    assert stored == tensors
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    for path, expected in loader.config.items():
+    for path, expected in {"quant_method": layout, **fields}.items():
         value = config
         for key in path.split("."):
             value = value[key]
         assert value == expected, path
-    ignored = {"compressed-tensors": "ignore", "modelopt": "ignore"}
-    assert config[ignored.get(layout, "modules_to_not_convert")] == ["lm_head"]
+    assert config["modules_to_not_convert" if layout == "fp8" else "ignore"] == ["lm_head"]
     if layout == "modelopt":
         content = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
         assert content.keys() >= HF_QUANT_CONFIG

@@ -20,7 +20,7 @@ from fp4adam import (
     hf_scale_groups,
     quantize_model,
 )
-from helpers import assert_identical
+from helpers import assert_identical, bits
 from ranks import all_ranks, run_ranks
 
 LAYOUTS = {
@@ -64,16 +64,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.zero_grad()
 
 
-def raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def assert_served(receiver: WeightReceiver, expected: dict[str, Tensor]) -> None:
-    assert receiver.tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        served = receiver.tensors[name]
-        assert (served.dtype, served.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(raw(served), raw(tensor)), name
+    assert_identical(dict(receiver.tensors), expected)
 
 
 def sent(update: WeightUpdate) -> WeightUpdate:
@@ -173,7 +165,7 @@ def test_only_what_has_changed_is_sent(weights):
     assert first.nbytes == sum(t.nbytes for t in receiver.tensors.values())
     nothing = sender.export_changes()
     assert not nothing.is_full and nothing.nbytes == 0 and receiver.apply(nothing) == []
-    before = {name: raw(t).clone() for name, t in receiver.tensors.items()}
+    before = {name: bits(t).clone() for name, t in receiver.tensors.items()}
     train(model, optimizer, 0)
     update = sender.export_changes()
     assert 0 < update.nbytes < 0.7 * first.nbytes
@@ -181,7 +173,7 @@ def test_only_what_has_changed_is_sent(weights):
     counts = {change.name: len(change.positions) for change in update.changes}
     for name, old in before.items():
         unit = min(16, old.numel() & -old.numel())  # the largest power of 2 in it
-        differs = (old != raw(receiver.tensors[name])).view(-1, unit).any(1)
+        differs = (old != bits(receiver.tensors[name])).view(-1, unit).any(1)
         assert counts.get(name, 0) == int(differs.sum())
 
 
@@ -194,12 +186,10 @@ def test_a_model_that_is_stored_otherwise_is_sent_whole():
     assert [change.name for change in update.changes] == ["1.norm.weight"] and not update.is_full
     receiver.apply(update)
     assert_served(receiver, dict(export_tensors(model)))
-    model[1].norm.bfloat16()  # as it was at first
-    receiver.apply(sender.export_changes())
-    assert_served(receiver, dict(export_tensors(model)))
-    model.append(nn.RMSNorm(128))
-    receiver.apply(sender.export_changes())
-    assert_served(receiver, dict(export_tensors(model)))
+    for change in (lambda: model[1].norm.bfloat16(), lambda: model.append(nn.RMSNorm(128))):
+        change()
+        receiver.apply(sender.export_changes())
+        assert_served(receiver, dict(export_tensors(model)))
 
 
 def test_the_engine_s_own_tensors_are_written_in_place():

@@ -161,6 +161,20 @@ def test_replicas_that_start_differently_are_the_training_of_rank_0(world_size, 
                 assert_identical(a, {name: b[name] for name in a}, str(case))
 
 
+def release_in_replicas(rank: int) -> None:
+    model = Net("nvfp4", torch.float32)
+    optimizer = make_optimizer(model, "plain")
+    optimizer.enable_gradient_release()
+    replica = DistributedDataParallel(model)
+    loss_of(replica, 0, rank).backward()
+    with pytest.raises(RuntimeError, match="that have one again: DistributedDataParallel aver"):
+        optimizer.step()
+
+
+def test_gradients_are_not_released_before_replicas_average_them():
+    run(release_in_replicas, 2)
+
+
 def quantize_differently(rank: int) -> None:
     model = Net(None, torch.float32)
     quantize_model(model, "nvfp4", filter=lambda module, name: rank == 0 or name != "rare")

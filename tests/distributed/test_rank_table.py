@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from late_link import LateLink, offload_to
 from ranks import by_world_size, run, run_cases
-from twins import FORMATS, Twin, run_calls
+from twins import FORMATS, TRANSFERS, Twin, run_calls
 
 STEPS = ["step", "freeze", "clip", "step"]
 WRITES = ["overwrite", "step", "fill", "overwrite_parts", "step", "load_values", "step"]
@@ -17,11 +17,22 @@ ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload
 ALL += ["step", "load_whole", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere")}
-LEFT_OUT |= dict.fromkeys(("delayed", "8bit"), ("load_whole",))
-# Remainders of shards that are moved and reloaded before a step restart where a shard is shorter.
-LEFT_OUT |= {"int8": ("load_whole", "reload")}
-TRAIN = ["train", "gather", "train", "train"]
-BRIEF = ["step", "step"]
+OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
+LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
+LEFT_OUT |= {"int8": ("load_whole",)}
+TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
+RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
+RESUME += [
+    "load_values",
+    "as it is",
+    "step",
+    "model_last",
+    "step",
+    "model_last",
+    "other_model",
+    "step",
+]
+BRIEF = ["step", "load_values", "step"]
 
 
 def run_case(
@@ -35,7 +46,7 @@ def run_case(
     **options: Any,
 ) -> None:
     where = f"{layout}, {recipe} [{rows}, {cols}], {states}"
-    left_out = LEFT_OUT.get(states, ()) or LEFT_OUT.get(recipe, ())
+    left_out = {call for key in (recipe, *states.split(", ")) for call in LEFT_OUT.get(key, ())}
     calls = [call for call in calls if call not in left_out]
     with offload_to(LateLink(), 12 * 16 * 32):
         run_calls(Twin(layout, recipe, rows, cols, states, **options), calls, where)
@@ -44,6 +55,11 @@ def run_case(
 def run_by_kernels(rank: int, *case: Any) -> None:
     """The kernels of a GPU, in Triton's interpreter on a CPU."""
     run_case(rank, *case, calls=BRIEF, by_kernels=True)
+
+
+def run_transfers(rank: int, *case: Any) -> None:
+    plain = ["rounded_weights"] if len(case) == 4 else []
+    run_case(rank, *case, calls=RESUME + plain)
 
 
 def run_training(rank: int, *case: Any) -> None:
@@ -135,11 +151,19 @@ TRAINED = [
     ),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
+    (2, "root, grouped", "nvfp4", 64, 32, "released, 8bit"),
+    (2, "sharded, kept", "nvfp4", 64, 32, "released"),
+    *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
+    (2, "root, grouped", "nvfp4", 64, 32, "offloaded"),
+    (2, "sharded", "nvfp4", 64, 32, "offloaded, released, 8bit"),
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
     *((2, f"sharded{v}", "float8", 256, 32) for v in VARIANTS + MORE_VARIANTS),
     *((4, f"hybrid{v}", "nvfp4", 256, 32) for v in MORE_VARIANTS),
+    (4, "hybrid", "nvfp4", 64, 32, "released"),
+    *((2, "root", recipe, 48, 32, "released") for recipe in ("mxfp8", "float8")),
+    *((2, "root", r, 64, 32, "offloaded, released") for r in ("mxfp8", "float8block")),
 ]
 
 
@@ -147,6 +171,32 @@ MORE_TRAINED = [
 @pytest.mark.parametrize("world_size, cases", by_world_size(TRAINED, MORE_TRAINED))
 def test_training_has_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
     run_cases(run_training, world_size, cases)
+
+
+# The functions of torch.distributed.checkpoint.state_dict, and those of models and optimizers.
+RESUMED = [
+    (3, "root", "nvfp4", 64, 32),
+    (3, "root", "float8block-fp32", 5, 16),
+    (2, "parallel", "mxfp8", 256, 64),
+    *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "16-bit rest", "offloaded")),
+    *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
+]
+MORE_RESUMED = [
+    (1, "root", "nvfp4", 64, 32),
+    (4, "hybrid", "nvfp4", 64, 32),
+    (4, "parallel", "nvfp4", 64, 32),
+    *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),
+    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS if recipe != "mxfp8"),
+    *(
+        (2, "root", "float8block", 64, 32, s)
+        for s in ("8bit", "fp8", "fp16 masters", "any optimizer")
+    ),
+]
+
+
+@pytest.mark.parametrize("world_size, cases", by_world_size(RESUMED, MORE_RESUMED))
+def test_every_way_of_moving_states_keeps_the_bits(world_size: int, cases: list[tuple]) -> None:
+    run_cases(run_transfers, world_size, cases)
 
 
 # Random programs
@@ -166,9 +216,9 @@ programs = st.tuples(
 
 def run_programs(rank: int, drawn: list[tuple]) -> None:
     for recipe, grouped, rows, program in drawn:
-        groups = [["0.weight", "2.weight"]] if grouped and recipe in ("nvfp4", "float8") else ()
-        twin = Twin("root", recipe, rows, 32, scale_groups=groups)
-        run_calls(twin, [*program, ("step", 1), ("step", 2)], f"{recipe}, {groups}, {rows} rows")
+        layout = "root, grouped" if grouped and recipe in ("nvfp4", "float8") else "root"
+        twin = Twin(layout, recipe, rows, 32)
+        run_calls(twin, [*program, ("step", 1), ("step", 2)], f"{layout}, {recipe}, {rows} rows")
 
 
 # A step without a gradient leaves weights as others have written them: those of a scale group with

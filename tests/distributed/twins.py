@@ -3,11 +3,14 @@
 After each call, what ranks hold between them has the bits of the model in one process.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from fp4adam import (
@@ -35,7 +39,7 @@ from fp4adam import (
     check_shards,
     quantize_model,
 )
-from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
+from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.optim.state_tensor import SCALES
 from helpers import assert_identical, random
@@ -44,6 +48,8 @@ from ranks import all_ranks, home, use_kernels
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 FULL = StateDictOptions(full_state_dict=True)
+TO_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 # By name weights have one direction, which leaves less to gather.
 RECIPES = {
@@ -68,6 +74,7 @@ STATES: dict[str, dict[str, Any]] = {
     "8bit": {"states": "8bit"},
     "no masters": {"master_weights": False, "exp_avg_dtype": torch.bfloat16},
     "offloaded": {"offload_states": True},
+    "released": {"releases": True},
     "any optimizer": {"optimizer_class": partial(MasterWeightOptimizer, optimizer_class=AdamW)},
 }
 
@@ -92,6 +99,10 @@ def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
     """The model over all ranks, in a layout with options after commas."""
     kind, *variants = layout.split(", ")
     mesh, options = all_ranks(), {}
+    if kind == "alone":
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model)
     if kind == "replicated":
         mesh = init_device_mesh(home().type, (dist.get_world_size(),), mesh_dim_names=("r",))
         for module in (model[0], model[2], model):
@@ -205,6 +216,12 @@ def initialize(model: nn.Module, seed: int = 1) -> None:
             param.copy_(part(param, random(tuple(param.shape), 10 * seed + i, home().type, 0.1)))
 
 
+def take_step(model: nn.Module, optimizer: Optimizer, grads: list[Tensor | None]) -> None:
+    set_grads(model, grads)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class Twin:
     """A model in one process and over ranks, each with its optimizer.
 
@@ -212,7 +229,7 @@ class Twin:
         layout: As for :func:`distribute`.
         recipe: A format, maybe one of ``RECIPES``.
         rows, cols: The shape of the first weight.
-        states: One of ``STATES``.
+        states: Some of ``STATES``, by commas.
         options: For :func:`build`.
     """
 
@@ -229,22 +246,37 @@ class Twin:
     ) -> None:
         if by_kernels:
             use_kernels()
-        make = partial(build, rows, cols, recipe, dtype, **options)
-        # Ranks need not begin with the same parts: those of the first one are distributed.
-        seed = dist.get_rank() % 2 if "parallel" in layout else 0
-        with torch.device("meta" if "meta" in layout else home()):
-            model = make(seed=seed)
+        if "grouped" in layout:
+            options["scale_groups"] = [["0.weight", "2.weight"]]
+        self.build = partial(build, rows, cols, recipe, dtype, **options)
         self.layout, self.states = layout, states
-        self.models = self.whole, self.model = make(), distribute(model, layout)
+        # Ranks need not begin with the same parts: those of the first one are distributed.
+        self.model = self.distributed(dist.get_rank() % 2 if "parallel" in layout else 0)
+        self.models = self.whole, self.model = self.build(), self.model
         if "meta" in layout:
             load_values(self, 0)
-        self.optimizers = [self.optimizer_of(model, states) for model in self.models]
+        self.optimizers = [*map(self.optimizer_of, self.models)]
 
-    def optimizer_of(self, model: nn.Module, states: str) -> Optimizer:
-        settings = dict(OPTIONS, **STATES[states])
+    def distributed(self, seed: int) -> nn.Module:
+        with torch.device("meta" if "meta" in self.layout else "cpu"):
+            return distribute(self.build(seed=seed), self.layout)
+
+    def renew(self) -> None:
+        """Another model over ranks, of other values, with its optimizer."""
+        self.models = self.whole, self.model = self.whole, self.distributed(9)
+        self.optimizers[1] = self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: nn.Module) -> Optimizer:
+        settings: dict[str, Any] = dict(OPTIONS)
+        for name in self.states.split(", "):
+            settings |= STATES[name]
+        releases = settings.pop("releases", False)
         if model is self.whole:
             settings.pop("offload_states", None)
-        return settings.pop("optimizer_class", FP4Adam)(model.parameters(), **settings)
+        optimizer = settings.pop("optimizer_class", FP4Adam)(model.parameters(), **settings)
+        if releases and model is self.model:
+            self.accumulate = optimizer.enable_gradient_release().accumulate
+        return optimizer
 
     def params(self, i: int) -> list[Tensor]:
         """Both of a parameter."""
@@ -252,9 +284,7 @@ class Twin:
 
     def step(self, grads: list[Tensor | None]) -> None:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            set_grads(model, grads)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, grads)
         self.check()
 
     @torch.no_grad()
@@ -326,11 +356,16 @@ def train(twin: Twin, seed: int) -> None:
     batches = torch.randn(2, 8, twin.whole[0].in_features, generator=generator)
     losses = []
     for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
+        releases = model is twin.model and "released" in twin.states
         for i, x in enumerate(batches.to(home(), twin.whole[0].bias.dtype)):
+            # Gradients are added before they are reduced, or after that.
+            later = i == 0 and seed % 2 == 0
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(i == 1)
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
+                model.set_requires_gradient_sync(i == 1 or later)
+            with twin.accumulate() if releases and later else contextlib.nullcontext():
+                losses.append(model(x).square().mean())
+                losses[-1].backward()
+        assert all((param.grad is None) == releases for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     alone, own = losses[:2], losses[2:]
@@ -378,17 +413,35 @@ def fill(twin: Twin, seed: int) -> None:
 
 @torch.no_grad()
 def overwrite_elsewhere(twin: Twin, seed: int) -> None:
-    """The first rank writes the values that it has, after which its masters would go on."""
+    """All but the last rank write the values that they have, after which masters would go on."""
     whole, param = twin.params(seed)
     old = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole.detach().clone()
     value = part(param, old)
-    mesh = param.device_mesh
-    if mesh.get_local_rank(mesh.ndim - 1):
+    if is_last(param):
         local(value).copy_(part_for(param, _random(twin, seed, seed)))
     param.copy_(value)
     whole.copy_(full(value))
     for optimizer in twin.optimizers:
         optimizer.reset_master_weights()
+
+
+def is_last(param: Tensor) -> bool:
+    """Whether no rank has a later part; replicas of that have it, too."""
+    mesh = param.device_mesh
+    return all(mesh.get_local_rank(dim) == mesh.size(dim) - 1 for dim in sharded_dims(param))
+
+
+@torch.no_grad()
+def write_states(twin: Twin, seed: int) -> None:
+    """The last rank writes a moment."""
+    (param, states), (own, own_states) = (
+        (model[0].weight, optimizer.state[model[0].weight])
+        for model, optimizer in zip(twin.models, twin.optimizers, strict=True)
+    )
+    moment = own_states["exp_avg"]
+    if is_last(own):
+        local(moment).mul_(0.5)
+    states["exp_avg"].copy_(full(moment.to(home())))
 
 
 def load_values(twin: Twin, seed: int) -> None:
@@ -400,36 +453,109 @@ def load_values(twin: Twin, seed: int) -> None:
 
 
 def reload(twin: Twin, seed: int) -> None:
-    twin.check()  # what has been written is quantized
     for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
         model.load_state_dict(model.state_dict())
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def load_whole(twin: Twin, seed: int) -> None:
+def load_whole(twin: Twin, seed: int, put: StateDictOptions = FULL) -> None:
     """Other weights and states in one process; ranks take their parts of what it would save."""
-    grads = fixed_grads(twin.whole, seed)
-    set_grads(twin.whole, grads)
-    twin.optimizers[0].step()
-    twin.optimizers[0].zero_grad()
-    model, states = copy.deepcopy(get_state_dict(twin.whole, twin.optimizers[0]))
-    set_model_state_dict(twin.model, model, options=FULL)
-    set_optimizer_state_dict(twin.model, twin.optimizers[1], states, options=FULL)
+    take_step(twin.whole, twin.optimizers[0], fixed_grads(twin.whole, seed))
+    set_states(twin, copy.deepcopy(get_state_dict(twin.whole, twin.optimizers[0])), put)
+
+
+def set_states(twin: Twin, states: Any, options: StateDictOptions) -> None:
+    if options.broadcast_from_rank0 and dist.get_rank():
+        states = {}, {}
+    set_model_state_dict(twin.model, states[0], options=options)
+    set_optimizer_state_dict(twin.model, twin.optimizers[1], states[1], options=options)
     twin.check()
+
+
+def transfer(
+    twin: Twin, seed: int, get: StateDictOptions, put: StateDictOptions | None = None
+) -> None:
+    """Other model and optimizer over ranks take what the last ones hold."""
+    states = get_state_dict(twin.model, twin.optimizers[1], options=get)
+    twin.renew()
+    set_states(twin, states, put or get)
+
+
+def compact(twin: Twin, seed: int) -> None:
+    """States in their own dtypes, which are refused where each rank has other scales."""
+    optimizer, weights = twin.optimizers[1], twin.model.state_dict()
+    if any(name in state for state in optimizer.state.values() for name in SCALES.values()):
+        with pytest.raises(NotImplementedError, match="got .*(int8 masters|_scale)"):
+            optimizer.compact_state_dict()
+        return
+    twin.renew()
+    twin.model.load_state_dict(weights)
+    twin.optimizers[1].load_state_dict(optimizer.compact_state_dict())
+    twin.check()
+
+
+def model_last(twin: Twin, seed: int) -> None:
+    """The model is loaded after its optimizer, before a forward pass or a step."""
+    optimizer, weights = twin.optimizers[1], twin.model.state_dict()
+    twin.renew()
+    twin.optimizers[1].load_state_dict(optimizer.state_dict())
+    twin.model.load_state_dict(weights)
+    if seed % 2:
+        gather(twin, seed)
+    twin.check()
+
+
+def other_model(twin: Twin, seed: int) -> None:
+    """Another model that is loaded after the optimizer restarts the masters."""
+    others = twin.build(seed=7), twin.distributed(7)
+    for model, optimizer, other in zip(twin.models, twin.optimizers, others, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model.load_state_dict(other.state_dict())
+
+
+def rounded_weights(twin: Twin, seed: int) -> None:
+    """Masters beside weights that are these in fewer bits, in any order: masters lose nothing."""
+    for dtype, model_first in product((torch.bfloat16, torch.float32), (True, False)):
+        states = copy.deepcopy(twin.optimizers[0].state_dict())
+        weights = {
+            name: state["master_param"].to(dtype)
+            for (name, _), state in zip(
+                twin.whole.named_parameters(), states["state"].values(), strict=True
+            )
+        }
+        twin.renew()
+        if not model_first:
+            twin.optimizers[1].load_state_dict(states)
+        set_model_state_dict(twin.model, weights, options=FULL)
+        if model_first:
+            twin.optimizers[1].load_state_dict(states)
+            twin.check()
+        step(twin, seed)
 
 
 def move(twin: Twin, seed: int) -> None:
     for model in twin.models:
-        model._apply(torch.clone)
+        model._apply(lambda tensor: tensor.to(home(), copy=True))
 
 
 CALLS: dict[str, Call] = {
     call.__name__: call
     for call in (
         *(step, freeze, clip, poison, train, gather, reload, load_whole, move),
-        *(overwrite, overwrite_parts, overwrite_elsewhere, fill, load_values),
+        *(overwrite, overwrite_parts, overwrite_elsewhere, fill, load_values, write_states),
+        *(compact, model_last, other_model, rounded_weights),
     )
 }
+# The functions of torch.distributed.checkpoint.state_dict.
+TRANSFERS: dict[str, Call] = {
+    "as it is": partial(transfer, get=StateDictOptions()),
+    "to the host": partial(transfer, get=StateDictOptions(cpu_offload=True)),
+    "flattened": partial(transfer, get=StateDictOptions(flatten_optimizer_state_dict=True)),
+    "full": partial(transfer, get=FULL),
+    "from rank 0": partial(transfer, get=TO_RANK_0, put=FROM_RANK_0),
+    "whole, from rank 0": partial(load_whole, put=FROM_RANK_0),
+}
+CALLS |= TRANSFERS
 
 
 def run_calls(twin: Twin, calls: list[str] | list[tuple[str, int]], where: str = "") -> None:

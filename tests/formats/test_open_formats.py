@@ -1,112 +1,20 @@
-"""A format that this package does not list is served like those that it does."""
+"""A format that this package does not list: its own arithmetic, and no kernels of another."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    FP4Adam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Recipe,
-)
+from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, Recipe
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.formats import minifloat
 from fp4adam.formats.mx import MXQuantizer, layout
-from fp4adam.fp8_utils import post_all_gather_processing
-from fp4adam.interop.adapter import TensorAdapter
-from fp4adam.interop.borrowed_tensor import BorrowedTensor
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.transpose import build_columnwise
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnNVFP4(NVFP4Quantizer):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnMXFP8(MXFP8Quantizer):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnFloat8(Float8Quantizer):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnFloat8Block(Float8BlockQuantizer):
-    pass
-
-
-PAIRS = {
-    "nvfp4": (OwnNVFP4(), NVFP4Quantizer()),
-    "mxfp8": (OwnMXFP8(), MXFP8Quantizer()),
-    "float8": (OwnFloat8(), Float8Quantizer()),
-    "float8block": (OwnFloat8Block(), Float8BlockQuantizer()),
-}
-every_pair = pytest.mark.parametrize("own, listed", PAIRS.values(), ids=PAIRS.keys())
 
 
 def matrix() -> torch.Tensor:
     return torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-
-
-def test_a_format_without_cuts_is_cut_nowhere():
-    layout = NVFP4Quantizer(two_dimensional=False).layout
-    assert layout.rows_per_entry == {}
-
-
-@every_pair
-def test_parts_are_cast_and_transposed(own, listed):
-    x = matrix()
-    expected = listed.quantize(x)
-    tensor = own.make_empty((64, 96))
-    casts = [PartialCast([tensor], [start], [3072], [x.dtype]) for start in (0, 3072)]
-    halves = x.flatten().split(3072)
-    for cast, half in zip(casts, halves, strict=True):
-        cast.measure([half])
-    largest = torch.maximum(*(cast.amaxes for cast in casts))
-    for cast, half in zip(casts, halves, strict=True):
-        cast.amaxes.copy_(largest)
-        cast.write([half])
-    post_all_gather_processing([tensor])
-    if own.layout.is_square:
-        build_columnwise([tensor])
-    for usage in ("rowwise", "columnwise"):
-        for name in (f"{usage}_data", f"{usage}_scale_inv", f"{usage}_gemm_scale_inv"):
-            assert torch.equal(getattr(tensor, name), getattr(expected, name)), name
-
-
-@every_pair
-def test_memory_of_others_is_borrowed(own, listed, monkeypatch):
-    expected = listed.quantize(matrix())
-
-    class Adapter(TensorAdapter):
-        attributes = ()
-
-        def quantizer(self, tensor):
-            return own
-
-        def fields(self, tensor):
-            names = [f"{u}_{part}" for u in ("rowwise", "columnwise") for part in FIELDS]
-            fields = {name: getattr(expected, name) for name in names}
-            return fields | (
-                {"amax_rowwise": expected._amax} if own.layout.tensor_scale == "current" else {}
-            )
-
-    FIELDS = ("data", "scale_inv")
-    monkeypatch.setattr("fp4adam.interop.borrowed_tensor.adapter_of", lambda _: Adapter())
-    borrowed = BorrowedTensor(torch.empty(64, 96))
-    assert torch.equal(
-        borrowed.tensor.dequantize(torch.float32), expected.dequantize(torch.float32)
-    )
-    assert borrowed.is_of(matrix())
 
 
 @dataclasses.dataclass(frozen=True)

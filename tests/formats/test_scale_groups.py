@@ -1,36 +1,24 @@
 """Members of a scale group have the bytes of their rows of one fused weight."""
 
-import copy
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from fp4adam import (
     FP4Adam,
-    MXFP8Quantizer,
     NVFP4Quantizer,
-    check_shards,
     hf_scale_groups,
     quantize_model,
     quantized_init,
-    use_plain_state_dict,
 )
-from fp4adam.distributed.dtensor import like, local
-from fp4adam.distributed.fsdp import gather_codes
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
-from helpers import through_a_file
-from ranks import all_ranks, home, run, use_kernels
+from helpers import set_grads
 
 COLS = 32
 NVFP4 = NVFP4Quantizer()
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
 FUSED = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
-OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 
 class Attention(nn.Module):
@@ -47,13 +35,6 @@ def make_model(device="cpu", recipe=NVFP4, scale_groups=hf_scale_groups, rows=RO
     with torch.no_grad():
         model.k_proj.weight.mul_(3)
     return quantize_model(model, recipe, scale_groups=scale_groups)
-
-
-def set_grads(model, seed, without=()):
-    generator = torch.Generator().manual_seed(seed)
-    for name, param in model.named_parameters():
-        grad = torch.randn(param.shape, generator=generator).to(param.device)
-        param.grad = None if name in without else grad
 
 
 def masters(model, optimizer):
@@ -102,62 +83,6 @@ def test_hugging_face_names():
     assert hf_scale_groups("q_proj.weight") == "qkv_proj"
 
 
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
-@pytest.mark.parametrize(
-    ("quantizer", "options"),
-    [
-        (NVFP4Quantizer(), {}),
-        (NVFP4Quantizer(two_dimensional=False), dict(exp_avg_dtype=torch.bfloat16)),
-    ],
-    ids=["2d", "1d, narrow moments"],
-)
-def test_every_step_writes_rows_of_a_fused_weight(
-    quantizer, options, by_kernels, device, monkeypatch
-):
-    """All have gradients, then the largest weight becomes NaN, then some have, then others."""
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: by_kernels)
-    model = make_model(device, quantizer)
-    initial = [param.get_high_precision_init_val() for param in model.parameters()]
-    assert_fused(model, initial)
-    optimizer = FP4Adam(model.parameters(), **OPTIONS, **options)
-    for step, without in enumerate([(), (), FUSED[1:], FUSED[:1], FUSED]):
-        set_grads(model, step, without)
-        if step == 1:
-            largest = model.k_proj.weight.dequantize(torch.float32).abs().argmax()
-            model.k_proj.weight.grad.view(-1)[largest] = float("nan")
-        optimizer.step()
-        assert_fused(model, masters(model, optimizer))
-
-
-@settings(max_examples=4, deadline=None)
-@given(
-    scales=st.lists(st.sampled_from([1e-3, 1.0, 30.0]), min_size=3, max_size=3),
-    steps=st.lists(st.sets(st.sampled_from(FUSED)), min_size=1, max_size=2),
-    lr=st.sampled_from([1e-4, 1.0]),
-)
-def test_kernels_and_operators_agree_whatever_has_gradients(scales, steps, lr):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = dict.fromkeys(["q_proj", "k_proj", "v_proj"], 16)
-    models = []
-    for by_kernels in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "uses_kernels", lambda d, used=by_kernels: used)
-            model = Attention(rows).to(device)
-            with torch.no_grad():
-                for seed, (name, scale) in enumerate(zip(FUSED, scales, strict=True)):
-                    param = model.get_parameter(name)
-                    param.copy_(
-                        torch.randn(16, COLS, generator=torch.Generator().manual_seed(seed))
-                    )
-                    param.mul_(scale)
-            models.append(quantize_model(model, NVFP4, scale_groups=[FUSED]))
-            optimizer = FP4Adam(model.parameters(), lr=lr)
-            for seed, without in enumerate(steps):
-                set_grads(model, seed, without)
-                optimizer.step()
-    assert_same_bytes(*models)
-
-
 def test_members_take_the_launches_of_one_and_are_written_again_together(device, monkeypatch):
     """One master becomes the largest behind the optimizer's back."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
@@ -174,7 +99,7 @@ def test_members_take_the_launches_of_one_and_are_written_again_together(device,
     for step in range(3):
         if step == 2:
             optimizer.state[model.v_proj.weight]["master_param"][0, 20] = 10.0
-        set_grads(model, step)
+        set_grads(model.parameters(), step)
         launched.clear()
         optimizer.step()
         assert launched == ["_amax_preview_kernel", "step_kernel", "_requantize_kernel"]
@@ -196,7 +121,7 @@ def test_the_optimizer_can_form_groups(device):
     for model, optimizer in zip(
         (expected, by_rule, by_name, by_parameter), optimizers, strict=True
     ):
-        set_grads(model, 0)
+        set_grads(model.parameters(), 0)
         optimizer.step()
         assert_fused(model, masters(model, optimizer))
         assert_same_bytes(model, expected)
@@ -212,7 +137,7 @@ def test_groups_of_parameters_that_are_added_later(device):
     optimizer = FP4Adam([(n, named[n]) for n in first], scale_groups=hf_scale_groups)
     rest = [(name, param) for name, param in named.items() if name not in first]
     optimizer.add_param_group({"params": rest, "lr": 1e-2})
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     optimizer.step()
     assert_fused(model, masters(model, optimizer))
 
@@ -230,7 +155,7 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
     ]
     members = [group["params"][0] for group in groups]
     optimizer = FP4Adam(groups, scale_groups=[members])
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     optimizer.step()
     values = [optimizer.state[param]["master_param"] for param in members]
     for param in members:
@@ -239,96 +164,6 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
         )
         assert torch.equal(param.amax_rowwise, fused.amax_rowwise)
         assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
-
-
-def test_every_group_has_an_amax_of_its_own():
-    model = make_model(scale_groups=())
-    pairs = ["q_proj.weight", "k_proj.weight"], ["v_proj.weight", "o_proj.weight"]
-    optimizer = FP4Adam(model.named_parameters(), **OPTIONS, scale_groups=pairs)
-    set_grads(model, 0)
-    optimizer.step()
-    for names in pairs:
-        members = [model.get_parameter(name) for name in names]
-        largest = max(optimizer.state[param]["master_param"].abs().max() for param in members)
-        assert all(param.amax_rowwise.item() == largest for param in members)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_copies_and_checkpoints_go_on_with_the_same_bits(plain, device):
-    model = make_model(device)
-    optimizer = FP4Adam(model.parameters(), **OPTIONS)
-    set_grads(model, 0)
-    optimizer.step()
-    source = use_plain_state_dict(copy.deepcopy(model)) if plain else model
-    weights = through_a_file(source.state_dict())
-    copies = [copy.deepcopy((model, optimizer))]
-    for weights_first in (True, False):
-        new = make_model(device)
-        restored = FP4Adam(new.parameters(), **OPTIONS)
-        loads = [
-            lambda new=new: new.load_state_dict(weights),
-            lambda restored=restored: restored.load_state_dict(optimizer.state_dict()),
-        ]
-        for load in loads if weights_first else reversed(loads):
-            load()
-        copies.append((new, restored))
-    for other, other_optimizer in copies:
-        assert_same_bytes(other, model)
-        for ours, theirs in zip(
-            masters(other, other_optimizer), masters(model, optimizer), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-    for other, other_optimizer in [(model, optimizer), *copies]:
-        set_grads(other, 1)
-        other_optimizer.step()
-        assert_fused(other, masters(other, other_optimizer))
-        assert_same_bytes(other, model)
-    original, duplicate = (m.q_proj.weight.scale_group for m in (model, copies[0][0]))
-    assert original is not duplicate and duplicate is copies[0][0].k_proj.weight.scale_group
-
-
-def test_masters_of_some_members_are_loaded(device):
-    """The others start from what they have, and all are quantized with one amax."""
-    model = make_model(device)
-    optimizer = FP4Adam(model.parameters(), **OPTIONS)
-    set_grads(model, 0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    del saved["state"][0]["master_param"]
-    kept = saved["state"][1]["master_param"].clone()
-    before = model.q_proj.weight.dequantize(torch.float32)
-    optimizer.load_state_dict(saved)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    params = [*model.parameters()]
-    assert torch.equal(optimizer.state[params[0]]["master_param"], before)
-    assert torch.equal(optimizer.state[params[1]]["master_param"], kept)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2
-    optimizer.step()
-    assert_fused(model, masters(model, optimizer))
-
-
-@pytest.mark.parametrize("scale", [0.01, 10.0])
-def test_a_member_that_others_write_leaves_the_masters_of_the_rest(scale, device):
-    """Their bytes have an amax then that no master has; a checkpoint is resumed from them."""
-    model = make_model(device)
-    optimizer = FP4Adam(model.parameters(), lr=0.0)
-    set_grads(model, 0)
-    optimizer.step()
-    expected = masters(model, optimizer)
-    with torch.no_grad():
-        expected[1] = model.k_proj.weight.fill_(scale).dequantize(torch.float32)
-    new = make_model(device)
-    new.load_state_dict(model.state_dict())
-    resumed = FP4Adam(new.parameters(), lr=0.0)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert_same_bytes(new, model)
-    set_grads(new, 1)
-    resumed.step()
-    for master, value in zip(masters(new, resumed), expected, strict=True):
-        assert torch.equal(master, value)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8block"])
@@ -346,90 +181,11 @@ def test_quantized_init_forms_groups():
     assert_fused(model, [param.get_high_precision_init_val() for param in model.parameters()])
 
 
-def plain_and_quantized():
-    model = make_model(scale_groups=())
-    model.v_proj = nn.Linear(COLS, 32)
-    quantize_model(model, MXFP8Quantizer(), lambda module, name: name == "v_proj")
-    model.o_proj = nn.Linear(COLS, 16)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("scale_groups", "error", "message"),
-    [
-        ([["q_proj.weight", "x.weight"]], ValueError, "among the 3 quantized .* got 'x.weight'"),
-        ([["q_proj.weight", "o_proj.weight"]], ValueError, "NVFP4 .* 'o_proj.weight', a plain"),
-        ([["q_proj.weight", "v_proj.weight"]], ValueError, "'v_proj.weight', MXFP8Tensor"),
-        ([FUSED[:2], FUSED[:1]], ValueError, "in one scale group, got 'q_proj.weight' twice"),
-        ([FUSED[0]], TypeError, "list of lists .* got str in the list"),
-        ("q_proj.weight", TypeError, "list of lists .* got str;"),
-        (3, TypeError, "list of lists .* got int;"),
-        ([[0, 1]], TypeError, "names or parameters, got int"),
-    ],
-)
-def test_what_is_no_group_is_refused(scale_groups, error, message):
-    model = plain_and_quantized()
-    with pytest.raises(error, match=message):
-        FP4Adam(model.named_parameters(), scale_groups=scale_groups)
-    plain = Attention()
-    if "v_proj" not in message and "o_proj" not in message:
-        message = message.replace("3 quantized", "4 quantized")
-        with pytest.raises(error, match=message):
-            quantize_model(plain, "nvfp4", scale_groups=scale_groups)
-    assert all(type(param) is nn.Parameter for param in plain.parameters())
-
-
-def test_names_need_named_parameters():
-    model = make_model()
-    for scale_groups in (hf_scale_groups, [FUSED]):
-        with pytest.raises(ValueError, match=r"pass model.named_parameters\(\)"):
-            FP4Adam(model.parameters(), scale_groups=scale_groups)
-
-
 def test_a_part_of_a_group_is_refused_before_anything_changes():
     model = make_model()
     optimizer = FP4Adam([model.q_proj.weight, model.o_proj.weight])
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     with pytest.raises(ValueError, match="one optimizer, got 1 of q_proj.weight, k_proj.weight"):
         optimizer.step()
     assert_same_bytes(model, make_model())
     assert not optimizer.state
-
-
-def step_sharded(rank, by_kernels, rows):
-    device = home()
-    whole, sharded = (make_model(device, rows=rows) for _ in range(2))
-    fully_shard(sharded, mesh=all_ranks())
-    expected = FP4Adam(whole.parameters(), **OPTIONS)
-    optimizer = FP4Adam(sharded.parameters(), **OPTIONS)
-    for step, without in enumerate([(), (), FUSED[1:]]):
-        set_grads(whole, step, without)
-        for param, reference in zip(sharded.parameters(), whole.parameters(), strict=True):
-            grad = reference.grad
-            param.grad = None if grad is None else like(param, grad.chunk(2)[rank].clone())
-        backend.uses_kernels = lambda d: False
-        expected.step()
-        if by_kernels:
-            use_kernels()
-        optimizer.step()
-        if step:
-            assert_gathered(sharded, whole)
-    assert_fused(whole, masters(whole, expected))
-    check_shards(sharded)
-    FP4Adam(sharded.parameters()).load_state_dict(optimizer.state_dict())
-    assert_gathered(sharded, whole)
-
-
-def assert_gathered(sharded, whole):
-    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
-        gathered = gather_codes(local(param), param.device_mesh, param.dtype)
-        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "amax_rowwise"):
-            assert torch.equal(getattr(gathered, name), getattr(expected, name)), name
-
-
-@pytest.mark.parametrize(
-    ("by_kernels", "q_rows"), [(True, 32), (False, 48)], ids=["whole blocks", "cut blocks"]
-)
-def test_shards_of_a_group_agree_on_one_amax(by_kernels, q_rows):
-    rows = dict.fromkeys(ROWS, 32) | {"q_proj": q_rows}
-    run(step_sharded, 2, by_kernels, rows)

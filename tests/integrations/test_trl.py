@@ -18,7 +18,7 @@ def losses(trainer):
 
 def test_sft_trains_and_saves(tmp_path):
     trainer = sft.build_trainer(
-        lr=1e-2,
+        learning_rate=1e-2,
         output_dir=str(tmp_path),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fp4adam import FP4Adam, NVFP4Quantizer, QuantizedTensor, Recipe, quantize_model, summary
+from fp4adam import FP4Adam, QuantizedTensor, Recipe, quantize_model, summary
+from fp4adam.nn.fake_quantize import fake_quantize
 from fp4adam.nn.transposed_weight import TransposedWeight
-from helpers import assert_identical, train
+from helpers import assert_identical, randn, train
 from ranks import all_ranks, run_ranks
 
 EXPERTS, DIM, TOKENS = 4, 32, 24
 OFFSETS = torch.tensor([6, 6, 12, TOKENS], dtype=torch.int32)
-FORMATS = ["nvfp4", "mxfp8", "float8block"]
+FORMATS = ["nvfp4", "mxfp8", "mxfp4", "float8block"]
 
 
 class Experts(nn.Module):
@@ -105,9 +106,23 @@ def test_forward_and_gradients_are_those_of_the_decoded_values(recipe, transpose
         assert_identical(runs[0], run)
 
 
+def test_activations_are_fake_quantized():
+    fake = Recipe("nvfp4", activations="fake").quantizer
+    stack, x = nn.Parameter(fake.quantize(randn(2, 32, 64))), randn(5, 64)
+    offsets = torch.tensor([2, 5], dtype=torch.int32)
+    dense = stack.dequantize(torch.float32).detach().requires_grad_()
+    read, runs = fake_quantize(x, fake), []
+    for rows, weight in ((x, stack), (read, dense)):
+        y = F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+        y.backward(torch.ones_like(y))
+        runs.append((y, weight.grad))
+    assert not torch.equal(read, x)
+    torch.testing.assert_close(*runs)
+
+
 def test_under_autocast_experts_multiply_in_bfloat16():
     model = make()
-    x = tokens(model)
+    x = torch.cat([tokens(model)] * 2, 1)[:, 3 : 3 + DIM]  # rows may lie in any way
     with torch.autocast("cpu", torch.bfloat16):
         y = model.experts(x, OFFSETS)
         y.square().sum().backward()
@@ -183,16 +198,6 @@ def test_recipes_for_quantized_operands_are_refused():
         quantize_model(model, recipe)  # no filter
 
 
-def test_rows_may_lie_in_any_way():
-    stack = NVFP4Quantizer().quantize(torch.randn(2, 64, 32))
-    offsets = torch.tensor([4, 10], dtype=torch.int32)
-    x = torch.randn(10, 33)[:, 1:].requires_grad_()
-    y = F.grouped_mm(x, stack.transpose(1, 2), offs=offsets)
-    y.backward(torch.ones_like(y))
-    dense = stack.dequantize(torch.float32).sum(1)
-    torch.testing.assert_close(x.grad, dense.repeat_interleave(torch.tensor([4, 6]), 0))
-
-
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_training_copying_saving_and_moving(recipe):
     model = make(recipe)
@@ -207,10 +212,8 @@ def test_training_copying_saving_and_moving(recipe):
     loads = FP4Adam(loaded.named_parameters(), lr=1e-2)
     loaded.load_state_dict(model.state_dict())
     loads.load_state_dict(optimizer.state_dict())
-    copied, pickled = (
-        copy.deepcopy((model, optimizer)),
-        pickle.loads(pickle.dumps((model, optimizer))),
-    )
+    copied = copy.deepcopy((model, optimizer))
+    pickled = pickle.loads(pickle.dumps((model, optimizer)))
     pairs = (model.cpu(), optimizer), copied, pickled, (loaded, loads)
     runs = [steps(*pair, 2) for pair in pairs]
     assert all(run == runs[0] for run in runs)
@@ -254,7 +257,7 @@ def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], dic
     return losses, masters
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", ["nvfp4", "float8block"])
 def test_fsdp(recipe):
     alone = train_model(0, recipe, False)
     for losses, masters in run_ranks(train_model, 2, recipe, True):

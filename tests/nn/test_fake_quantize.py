@@ -1,12 +1,9 @@
 """Fake-quantized activations: values, gradients, the kernel's bits, and what refuses them."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import format_reference as reference
 from fp4adam import (
@@ -19,6 +16,7 @@ from fp4adam import (
 )
 from fp4adam.nn import fake_quantize
 from fp4adam.tensors import backend
+from helpers import assert_identical, randn
 
 # Weights, and the activations' format in the reference.
 FORMATS = {
@@ -29,10 +27,6 @@ FORMATS = {
 }
 OUT, IN = 32, 96
 every_format = pytest.mark.parametrize("weights", FORMATS)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def layer_in(weights: str) -> nn.Linear:
@@ -47,10 +41,6 @@ def rounded(x: Tensor, weights: str) -> Tensor:
     fields = reference.quantize(FORMATS[weights], padded)
     values = torch.from_numpy(reference.dequantize(FORMATS[weights], fields))
     return values[: len(matrix)].to(x.dtype).view(x.shape)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.masked_fill(x.isnan(), float("nan")).view(torch.uint8)
 
 
 @every_format
@@ -97,43 +87,12 @@ def test_the_kernel_has_the_bits_of_the_operators(
     expected = fake_quantize.fake_quantize(x, quantizer)
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
     made = fake_quantize.fake_quantize(x.to(device), quantizer)
-    assert made.dtype == dtype
     # The sign and the payload of NaN are those of the processor.
-    assert torch.equal(bits(made.cpu()), bits(expected))
-
-
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp8"])
-def test_stacks_of_experts(weights):
-    quantizer = Recipe(weights, activations="fake").quantizer
-    stack = nn.Parameter(quantizer.quantize(randn(2, 32, 64)))
-    x, offsets = randn(5, 64), torch.tensor([2, 5], dtype=torch.int32)
-    y = F.grouped_mm(x, stack.transpose(1, 2), offs=offsets)
-    y.backward(torch.ones_like(y))
-    read, dense = rounded(x, weights), stack.dequantize(torch.float32).detach().requires_grad_()
-    expected = torch.cat([read[:2] @ dense[0].t(), read[2:] @ dense[1].t()])
-    expected.backward(torch.ones_like(expected))
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(stack.grad, dense.grad)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@every_format
-def test_compiled_training_needs_one_graph(weights, device):
-    torch._dynamo.reset()
-    model = layer_in(weights).to(device)
-    eager, backend_ = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=backend_, fullgraph=True)
-    x = randn(3, IN).to(device)
-    for module in (compiled, eager):
-        with torch.autocast(device, torch.bfloat16):
-            module(x).float().square().sum().backward()
-    assert backend_.frame_count == 1
-    assert torch.equal(model.weight.grad, eager.weight.grad)
+    assert_identical(made.cpu(), expected, any_nan=True)
 
 
 def test_refused():
     for error, match, arguments in (
-        (TypeError, "activations must be True, False or \"fake\", got 'fakes'", ("fakes",)),
         (TypeError, "gradients must be True or False, got 'fake'", (False, "fake")),
         (ValueError, 'gradients must be False with activations="fake"', ("fake", True)),
         (ValueError, 'emulate must be False with activations="fake"', ("fake", False, True)),

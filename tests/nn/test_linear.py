@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fp4adam import FP4Adam, NVFP4Quantizer, QuantizedTensor, quantize_model
+import helpers
+from fp4adam import FP4Adam, NVFP4Quantizer, QuantizedTensor, Recipe, quantize_model
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 OUT, IN = 64, 128
@@ -41,13 +42,12 @@ def dense_twin(layer: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
 
 
 def randn(*shape, dtype=torch.float32, device="cpu", requires_grad=True) -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return x.to(device, dtype).requires_grad_(requires_grad)
+    return helpers.randn(*shape, device=device, dtype=dtype).requires_grad_(requires_grad)
 
 
 @every_format
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (), (0,)])
+@pytest.mark.parametrize("shape", [(2, 1, 3), (), (0,)])
 def test_it_is_the_dense_layer_with_the_dequantized_weight(recipe, bias, shape, device):
     layer = layer_in(recipe, bias, device=device)
     weight, dense_bias = dense_twin(layer, torch.float64)
@@ -66,8 +66,8 @@ def test_it_is_the_dense_layer_with_the_dequantized_weight(recipe, bias, shape, 
         torch.testing.assert_close(layer.bias.grad, dense_bias.grad.float())
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_and_bias_are_read_in_the_dtype_of_the_input(dtype, weight_dtype, device):
     layer = layer_in(dtype=weight_dtype, device=device)
     x = randn(3, IN, dtype=dtype, device=device)
@@ -88,23 +88,20 @@ def test_integers_are_refused_and_quantized_input_is_dequantized():
     assert torch.equal(F.linear(x, dense), F.linear(x.dequantize(torch.float32), dense))
 
 
-@pytest.mark.parametrize("enabled", ["x", "weight", "bias", "nothing"])
-def test_each_gradient_is_computed_alone(enabled):
-    layer, x = layer_in(), randn(3, IN, requires_grad=enabled == "x")
-    layer.weight.requires_grad_(enabled == "weight")
-    layer.bias.requires_grad_(enabled == "bias")
-    if enabled == "nothing":
-        assert layer(x).grad_fn is None
-        return
-    layer(x).sum().backward()
-    grads = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
-    assert [name for name, grad in grads.items() if grad is not None] == [enabled]
+def test_each_gradient_is_computed_alone():
+    for enabled in ("x", "weight", "bias"):
+        layer, x = layer_in(), randn(3, IN, requires_grad=enabled == "x")
+        layer.weight.requires_grad_(enabled == "weight")
+        layer.bias.requires_grad_(enabled == "bias")
+        layer(x).sum().backward()
+        grads = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+        assert [name for name, grad in grads.items() if grad is not None] == [enabled]
+    assert layer_in().requires_grad_(False)(randn(3, IN, requires_grad=False)).grad_fn is None
 
 
 def test_double_backward_is_that_of_the_dense_layer():
     layer, x = layer_in(), randn(3, IN, dtype=torch.float64)
-    weight, bias = dense_twin(layer, torch.float64)
-    twin = x.detach().clone().requires_grad_()
+    (weight, bias), twin = dense_twin(layer, torch.float64), x.detach().clone().requires_grad_()
     for inputs, y in ((x, layer(x)), (twin, F.linear(twin, weight, bias))):
         (grad,) = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
         grad.pow(2).sum().backward()
@@ -125,9 +122,6 @@ def test_autocast_runs_in_its_dtype(recipe, device):
     assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
     weight = layer.weight.dequantize(torch.bfloat16)
     assert torch.equal(y, F.linear(x.bfloat16(), weight, layer.bias.bfloat16()))
-
-
-# Memory
 
 
 @every_format
@@ -154,7 +148,9 @@ def test_dequantized_weight_is_freed_at_once(recipe, autocast, monkeypatch):
 
 
 @compiles
-@every_format
+@pytest.mark.parametrize(
+    "recipe", [*FORMATS, *(Recipe(name, activations="fake") for name in FORMATS)], ids=str
+)
 def test_compiled_training_needs_one_graph_that_keeps_no_dequantized_weight(recipe, device):
     torch._dynamo.reset()
     model = two_layers_in(recipe).to(device)
@@ -188,9 +184,6 @@ def test_activation_checkpointing_and_offloading(use_reentrant, device):
     expected.sum().backward()
     assert torch.equal(y, expected) and torch.equal(x.grad, x_twin.grad)
     assert torch.equal(layer.weight.grad, twin.weight.grad)
-
-
-# torch.func and torch.compile
 
 
 def test_transforms_of_parameters_and_inputs():

@@ -2,21 +2,17 @@
 
 import copy
 import functools
-import io
 import math
-import re
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import (
@@ -27,7 +23,6 @@ from fp4adam import (
     NVFP4Quantizer,
     QuantizedTensor,
     Recipe,
-    __main__,
     quantize_model,
 )
 from fp4adam.formats import minifloat, nvfp4_gradients
@@ -36,8 +31,7 @@ from fp4adam.nn.linear import _QuantizedLinear
 from fp4adam.tensors import backend
 from fp4adam.tensors.quantizer import Operands
 from fp4adam.tensors.storage import Storage
-from helpers import assert_identical, randn, train
-from ranks import all_ranks, run_ranks
+from helpers import assert_identical, randn, through_a_file, train
 
 # Weights, and the quantizers of what they are multiplied with.
 FORMATS = {
@@ -80,13 +74,11 @@ def nearest(monkeypatch):
 
 def backward_values(layer, dtype: torch.dtype) -> Tensor:
     """The weight as the backward pass reads it."""
-    quantizer = layer.weight.quantizer
-    if not isinstance(quantizer, MXFP8Quantizer):
+    if not isinstance(layer.weight.quantizer, MXFP8Quantizer):
         return layer.weight.dequantize(torch.float32)
-    tensors = layer.weight.inner
-    storage = Storage(
-        columnwise_data=tensors.columnwise_data, columnwise_scale_inv=tensors.columnwise_scale_inv
-    )
+    inner = layer.weight.inner
+    names = ("columnwise_data", "columnwise_scale_inv")
+    storage = Storage(**{name: getattr(inner, name) for name in names})
     columnwise = MXFP8Quantizer(rowwise=False)
     return type(layer.weight)((OUT, IN), dtype, columnwise, storage).dequantize(torch.float32)
 
@@ -164,7 +156,7 @@ def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> Quantiz
     ],
 )
 @pytest.mark.parametrize("tokens", [50, 128])
-@pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (128, 640), (1024, 512)])
+@pytest.mark.parametrize("shape", [(OUT, IN), (128, 128), (1024, 512)])
 def test_native_matmuls_pass_the_checks_of_torch(weights, capability, tokens, shape, monkeypatch):
     monkeypatch.setattr(operand, "_capability", lambda device: capability)
     where, name = (torch, "_scaled_mm") if weights == "float8" else (F, "scaled_mm")
@@ -204,27 +196,16 @@ def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
         torch.testing.assert_close(native, emulated, rtol=0, atol=0.01 * largest)
 
 
-CAPABILITIES = {
-    "float8": ([(8, 9), (9, 0), (10, 0), (12, 0)], (8, 0), r"8\.9 or later"),
-    "float8block": ([(9, 0)], (10, 0), r"9\.0"),
-    "mxfp8": ([(10, 0), (12, 0)], (9, 0), r"10\.0 or later"),
-    "nvfp4": ([(10, 0), (12, 0)], (9, 0), r"10\.0 or later"),
-}
-
-
-@every_format
-def test_capabilities_are_named(weights, monkeypatch):
-    met, missing, needed = CAPABILITIES[weights]
-    kind = type(FORMATS[weights])
-    found = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
-    support = {
-        each: __main__.support(kind, each, __main__.NATIVE)[
-            __main__.PARTS.index("quantized matmul")
-        ]
-        for each in found
-    }
-    assert [each for each in found if support[each] == "native"] == met
-    assert re.search(needed, support[missing])
+@pytest.mark.parametrize(
+    ("weights", "missing", "needed"),
+    [
+        ("float8", (8, 0), r"8\.9 or later"),
+        ("float8block", (10, 0), r"9\.0"),
+        ("mxfp8", (9, 0), r"10\.0 or later"),
+        ("nvfp4", (9, 0), r"10\.0 or later"),
+    ],
+)
+def test_capabilities_are_named(weights, missing, needed, monkeypatch):
     monkeypatch.setattr(operand, "_capability", lambda device: missing)
     with FakeTensorMode():
         x = torch.empty(128, IN, dtype=torch.bfloat16, device="cuda")
@@ -233,6 +214,7 @@ def test_capabilities_are_named(weights, monkeypatch):
 
 
 BLOCKS = Recipe("float8block", activations=True)
+X = randn(3, IN).requires_grad_()
 REFUSED = {
     "float64": (TypeError, "must be float32, .*float64", lambda y: y(randn(3, IN).double())),
     "vmap": (
@@ -245,11 +227,6 @@ REFUSED = {
         r"whole tensor .* got rows of one, \(128, 384\)",
         lambda layer: F.linear(randn(3, IN), layer.weight[:128]),
     ),
-    "another width": (
-        ValueError,
-        r"\[..., 384\] for a weight \(256, 384\), got \(3, 200\)",
-        lambda layer: layer(randn(3, 200)),
-    ),
     "a width without blocks": (
         ValueError,
         r"multiples of 128 .* got \(128, 96\); weights alone",
@@ -259,11 +236,6 @@ REFUSED = {
         ValueError,
         r"multiples of 16 .* got \(20, 32\); weights alone",
         lambda _: quantize_model(nn.Linear(32, 20), FLOAT8, lambda module, name: True),
-    ),
-    "no columnwise codes": (
-        ValueError,
-        "gradients=True must have columnwise codes",
-        lambda _: Recipe(MXFP8Quantizer(columnwise=False), gradients=True),
     ),
     "no rowwise codes": (
         ValueError,
@@ -275,15 +247,12 @@ REFUSED = {
         "weight_gradients must be True unless .* got False",
         lambda _: Recipe("float8", activations=True, weight_gradients=False),
     ),
-    "a name": (ValueError, "recipe must be one of .* got 'fp8'", lambda _: Recipe("fp8")),
-    "a recipe": (TypeError, "change it with dataclasses.replace", lambda _: Recipe(BLOCKS)),
     "a second derivative": (
         RuntimeError,
         "once_differentiable|does not require grad",
         lambda layer: torch.autograd.grad(layer(X).sum(), X, create_graph=True)[0].sum().backward(),
     ),
 }
-X = randn(3, IN).requires_grad_()
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -291,14 +260,6 @@ def test_what_cannot_be_multiplied_is_refused(case):
     error, match, call = REFUSED[case]
     with pytest.raises(error, match=match):
         call(layer_in(BLOCKS))
-
-
-def test_layers_that_do_not_fit_stay_in_high_precision():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 20))
-    with pytest.warns(UserWarning, match=r"1 layers stay in high precision.* \(20, 32\)"):
-        quantize_model(model, FLOAT8)
-    model(randn(3, 32)).sum().backward()
-    assert type(model[1].weight) is nn.Parameter and model[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("shape", [(5, IN), (2, 64, IN)])
@@ -333,58 +294,6 @@ def test_training_accumulating_and_recomputing(weights, nearest):
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     losses = train(optimizer, (F.mse_loss(model(x), target) for _ in range(20)))
     assert losses[-1] < 0.6 * losses[0]
-
-
-def test_adapters_on_a_frozen_base():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
-    quantize_model(base, FLOAT8).requires_grad_(False)
-    frozen = base[2].weight
-    model = peft.get_peft_model(base, peft.LoraConfig(r=16, target_modules=["0", "2"]))
-    quantize_model(model, FLOAT8, lambda module, name: True)  # takes no adapter
-    x, grad = randn(32, 128).requires_grad_(), randn(32, 128)
-    model(x).backward(grad)
-    trained = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert len(trained) == 4 and all("lora_" in name for name in trained)
-    assert frozen.grad is None and isinstance(frozen, QuantizedTensor)
-    # lora_B starts at 0, so gradients by the input pass through the base alone, and in FP8.
-    layer, twin = model.base_model.model[2], randn(32, 128).requires_grad_()
-    layer(twin).backward(grad)
-    expected = rounded(grad, "float8", is_gradient=True) @ frozen.dequantize(torch.float32)
-    torch.testing.assert_close(twin.grad, expected)
-
-
-def train_on_ranks(rank: int, kind: str) -> tuple:
-    """Losses, masters, all-reduces of a step, and bytes that a rank sends of each weight."""
-    torch.manual_seed(0)
-    model = quantize_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), FLOAT8)
-    if kind == "fsdp":
-        fully_shard(model, mesh=all_ranks())
-    optimizer, x = FP4Adam(model.parameters(), lr=1e-2), randn(32, 64)
-    run = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
-    losses = train(optimizer, (F.mse_loss(run(x), x.roll(1, 0)) for _ in range(2)))
-    F.mse_loss(run(x), x.roll(1, 0)).backward()
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-        optimizer.step()
-    weights = [model[i].weight for i in (0, 2)]
-    masters, sent = [optimizer.state[weight]["master_param"] for weight in weights], []
-    if kind == "fsdp":
-        masters = [master.full_tensor() for master in masters]
-        inputs = [weight.to_local().fsdp_pre_all_gather(all_ranks())[0] for weight in weights]
-        sent = [sum(x.nbytes for x in each) for each in inputs]
-    return losses, masters, reduce.call_count, sent
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_replicas_and_shards_of_float8(kind):
-    """Ranks with the same tokens train as one process; the mean of 2 equal gradients is exact."""
-    ((losses, masters, *_),) = run_ranks(train_on_ranks, 1, "alone")
-    for its_losses, its_masters, reduces, sent in run_ranks(train_on_ranks, 2, kind):
-        assert its_losses == losses
-        assert_identical(its_masters, masters)
-        assert reduces == (kind == "fsdp")  # one, of the amaxes of all weights
-        assert all(64 * 32 <= n <= 64 * 32 + 16 for n in sent)  # codes, and one scale
 
 
 @pytest.mark.parametrize("weights", ["float8", "float8block", "nvfp4"])
@@ -427,10 +336,7 @@ def test_scales_of_float8_operands_are_the_largest_powers_of_two():
 
 def test_recipe_stays_with_the_weight():
     weight = layer_in(Recipe("nvfp4", activations=True)).weight
-    buffer = io.BytesIO()
-    torch.save(weight, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(weight), torch.load(buffer, weights_only=True), weight.detach()):
+    for other in (copy.deepcopy(weight), through_a_file(weight), weight.detach()):
         assert other.quantizer.operands == weight.quantizer.operands == Operands(True)
         assert other.quantizer.optimize_for_gemm
     # Bytes are the same without one, and are copied as they are.
@@ -486,22 +392,3 @@ def test_autocast_converts_the_input_alone(weights):
         y, again = layer(x), checkpoint(layer, x, use_reentrant=False)
     assert y.dtype == torch.bfloat16 and torch.equal(y, again)
     assert torch.equal(y, layer(x.bfloat16()))
-
-
-@compiles
-def test_compiled_layers_quantize_the_input_they_share_once():
-    torch._dynamo.reset()
-    recipe = Recipe("float8block", activations=True, gradients=True)
-    first, second = layer_in(recipe), layer_in(recipe)
-    found = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list):
-        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-        found.append(sum(target is torch.ops.aten.amax.default for target in targets))
-        return make_boxed_func(graph)
-
-    traced = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
-    compiled = torch.compile(lambda x: first(x) * second(x), backend=traced, fullgraph=True)
-    compiled(randn(3, IN).requires_grad_()).sum().backward()
-    # One of x, along rows; those along columns are made where they are read.
-    assert found[0] == 1

@@ -3,9 +3,7 @@
 import copy
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
+import warnings
 import weakref
 
 import pytest
@@ -19,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from fp4adam import (
     Float8BlockQuantizer,
-    Float8Quantizer,
     FP4Adam,
+    FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
@@ -30,18 +28,10 @@ from fp4adam import (
     quantize_model,
     quantized_init,
     summary,
-    use_plain_state_dict,
 )
-from helpers import RECIPES as OPTIONS
-from helpers import assert_identical, make_mlp, snapshot, take_steps, value_of
+from helpers import RECIPES, assert_identical, value_of
 from ranks import all_ranks, run_ranks
 
-RECIPES = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-}
 every_format = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -84,16 +74,13 @@ def quantized_names(model: nn.Module) -> list[str]:
     return [name for name, param in params if isinstance(param, QuantizedTensor)]
 
 
-def everything(module: nn.Module, name: str) -> bool:
-    return True
-
-
 def only_up(module: nn.Module, name: str) -> bool:
     return name.endswith("up")
 
 
-def but_one(module: nn.Module, name: str) -> bool:
-    return is_hidden_linear(module, name) and name != "blocks.1.down"
+def but(end: str):
+    """Hidden layers whose names do not end so."""
+    return lambda module, name: is_hidden_linear(module, name) and not name.endswith(end)
 
 
 def step(model: nn.Module, **options) -> FP4Adam:
@@ -102,9 +89,6 @@ def step(model: nn.Module, **options) -> FP4Adam:
     model(x).sum().backward()
     optimizer.step()
     return optimizer
-
-
-# What is taken
 
 
 @every_format
@@ -133,17 +117,6 @@ def test_hidden_linear_layers_are_quantized_and_back(recipe, device):
     assert torch.equal(model(tokens), y) and "weight=" not in str(model)
     dequantize_model(model)  # nothing to do
     assert quantized_names(quantize_model(model, recipe)) == HIDDEN
-
-
-def test_a_quantizer_and_a_subclass_of_linear():
-    class MyLinear(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    quantizer = NVFP4Quantizer(columnwise=False)
-    layer, x = quantize_model(MyLinear(64, 64, bias=False), quantizer), torch.ones(1, 64)
-    assert layer.weight.quantizer is quantizer
-    assert torch.equal(layer(x), 2 * (x @ layer.weight.dequantize(torch.float32).t()))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +158,7 @@ def test_weights_keep_the_codes_that_matmuls_read():
 
 def test_weights_that_others_use_stay_in_high_precision():
     # The shape of the tied head does not matter then.
-    model = quantize_model(Model(tied=True), "nvfp4", everything)
+    model = quantize_model(Model(tied=True), "nvfp4", lambda *_: True)
     assert model.lm_head.weight is model.embedding.weight
     assert quantized_names(model) == HIDDEN
 
@@ -214,9 +187,6 @@ def test_tied_layers_stay_tied():
     assert quantized_names(model) == ["0.weight", "1.weight", "2.weight"]
     dequantize_model(model)
     assert model[0].weight is model[2].weight and not quantized_names(model)
-
-
-# What stays
 
 
 def hooked_layer() -> tuple[nn.Linear, list[str]]:
@@ -259,15 +229,14 @@ def test_what_belongs_to_a_weight_stays_with_it(recipe, by):
 
 @pytest.mark.parametrize("is_meta", [False, True])
 def test_frozen_weights_keep_no_value_before_quantization(is_meta):
-    with torch.device("meta" if is_meta else "cpu"):
-        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    value = None if is_meta else layers[0].weight.detach().clone()
+    source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    value, layers = source[0].weight.detach().clone(), copy.deepcopy(source)
+    if is_meta:
+        layers.to("meta")
     layers[0].weight.requires_grad_(False)
     quantize_model(layers, "nvfp4")
     if is_meta:
-        source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         layers.to_empty(device="cpu").load_state_dict(source.state_dict())
-        value = source[0].weight.detach()
     frozen, trained = (layer.weight for layer in layers)
     assert not frozen.requires_grad and trained.requires_grad
     assert frozen._high_precision_init_val is None
@@ -314,51 +283,25 @@ def test_masters_start_from_the_value_before_quantization_wherever_it_goes(devic
 
 
 @pytest.mark.parametrize("source", ["plain", "quantized"])
-def test_meta_models_are_quantized_without_values(source, device):
+@every_format
+def test_meta_models_are_quantized_without_values(recipe, source, device):
     with torch.device("meta"):
-        model = quantize_model(Model(), "nvfp4")
-    with torch.device("meta"), quantized_init("nvfp4"):
+        model = quantize_model(Model(), recipe)
+    with torch.device("meta"), quantized_init(recipe):
         built = Model()
     for each in (model, built):
         assert quantized_names(each) == HIDDEN and all(p.is_meta for p in each.parameters())
     other = Model()
     value = other.blocks[0].up.weight.detach().clone().to(device)
     if source == "quantized":
-        quantize_model(other, "nvfp4")
+        quantize_model(other, recipe)
     model.to_empty(device=device).load_state_dict(other.state_dict())
     weight = model.blocks[0].up.weight
-    assert torch.equal(value_of(weight), value_of(NVFP4Quantizer().quantize(value)))
+    assert torch.equal(value_of(weight), value_of(RECIPES[recipe].quantize(value)))
     # As for a model that had its values from the start; there is no copy of codes.
     kept = weight._high_precision_init_val
     assert kept is None if source == "quantized" else torch.equal(kept, value)
     model(torch.arange(10, device=device))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_plain_state_dicts_resume_with_the_same_bits(dtype, device):
-    model = use_plain_state_dict(make_mlp(None, device, dtype))
-    optimizer = FP4Adam(quantize_model(model, OPTIONS["nvfp4"]).parameters())
-    take_steps(optimizer, range(2))
-    saved, state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
-    assert {(type(value), value.dtype) for value in saved.values()} == {(torch.Tensor, dtype)}
-    assert_identical(saved["0.weight"], model[0].weight.dequantize(dtype).detach())
-    other = make_mlp(OPTIONS["nvfp4"], device, dtype)
-    other.load_state_dict(saved)
-    resumed = FP4Adam(other.parameters())
-    resumed.load_state_dict(state)
-    for each in (optimizer, resumed):
-        take_steps(each, [2])
-    for part in ("params", "state"):
-        assert_identical(snapshot(resumed)[part], snapshot(optimizer)[part])
-    weight = model[0].weight
-    with pytest.raises(ValueError, match="assign must be False .* '0.weight', got True"):
-        model.load_state_dict(model.state_dict(), assign=True)
-    assert model[0].weight is weight
-    model.load_state_dict(make_mlp(OPTIONS["nvfp4"], device).state_dict(), assign=True)
-    assert isinstance(model[0].weight, QuantizedTensor)
-
-
-# What is refused
 
 
 class MyParameter(nn.Parameter):
@@ -374,63 +317,47 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module._parameters.pop("weight")
 
 
-def spoiled(change) -> Model:
-    model = Model()
-    change(model.blocks[1].down)
-    return model
+def with_weight(weight: object):
+    return lambda layer: setattr(layer, "weight", weight)
 
 
+# What is done to the layer, and what is said of it then.
 REFUSED = {
     "another kind": (
-        lambda m: setattr(m, "weight", MyParameter(m.weight.detach())),
-        "'blocks.1.down' must be an ordinary .* got a MyParameter",
+        with_weight(MyParameter(torch.ones(64, 128))),
+        " must be an ordinary .* got a MyParameter",
     ),
     "an attribute": (
-        lambda m: setattr(m.weight, "quantizer", "mine"),
-        "'blocks.1.down' must have no attribute 'quantizer'",
+        lambda layer: setattr(layer.weight, "quantizer", "mine"),
+        " must have no attribute 'quantizer'",
     ),
     "a property": (
-        lambda m: setattr(m.weight, "rowwise_data", "mine"),
-        "'blocks.1.down' must have no attribute 'rowwise_data'",
+        lambda layer: setattr(layer.weight, "rowwise_data", "mine"),
+        " must have no attribute 'rowwise_data'",
     ),
-    "the shape": (
-        lambda m: setattr(m, "weight", nn.Parameter(torch.ones(64, 130))),
-        r"layer 'blocks.1.down': .* multiples of 16, got shape \(64, 130\)",
-    ),
-    "the dtype": (nn.Module.double, "layer 'blocks.1.down': weight must be .* got torch.float64"),
-    "lazy": (
-        lambda m: setattr(m, "weight", nn.UninitializedParameter()),
-        "layer 'blocks.1.down' must be an ordinary parameter, got .* shape",
-    ),
-    "parametrized": (
-        parametrizations.weight_norm,
-        "layer 'blocks.1.down' must be an ordinary .* got none",
-    ),
+    "parametrized": (parametrizations.weight_norm, " must be an ordinary .* got none"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_nothing_changes_when_one_layer_cannot_be_quantized(case):
-    change, match = REFUSED[case]
-    model = spoiled(change)
+    (change, said), model = REFUSED[case], Model()
+    change(model.blocks[1].down)
+    match = f"layer 'blocks.1.down'{said}"
     model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
     params = list(model.parameters())
     before = [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
-    with pytest.raises(TypeError if case == "the dtype" else ValueError, match=match):
-        quantize_model(model, "nvfp4", lambda m, n: is_hidden_linear(m, n))
+    with pytest.raises(ValueError, match=match):
+        quantize_model(model, "nvfp4", is_hidden_linear)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert before == [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
     # The message's cure.
-    assert quantized_names(quantize_model(model, "nvfp4", but_one)) == HIDDEN[:3]
+    assert quantized_names(quantize_model(model, "nvfp4", but("blocks.1.down"))) == HIDDEN[:3]
 
 
 def test_arguments_that_are_refused():
-    for call in (lambda r: quantize_model(Model(), r), lambda r: quantized_init(r).__enter__()):
-        names = "nvfp4, mxfp8, mxfp4, float8block, float8"
-        with pytest.raises(ValueError, match=f"one of {names} or .* got 'int4'"):
-            call("int4")
-        with pytest.raises(TypeError, match="recipe must be a format name .* got type; pass one"):
-            call(NVFP4Quantizer)
+    with pytest.raises(ValueError, match="one of nvfp4, mxfp8, mxfp4, .* got 'int4'"):
+        quantized_init("int4").__enter__()
     for args, match in (
         ((nn.Linear(2, 2).weight,), "model must be an nn.Module, got Parameter"),
         ((nn.Linear(2, 2), "0"), "filter must be a function"),
@@ -466,27 +393,26 @@ def test_models_are_quantized_before_they_are_wrapped():
     run_ranks(refuse_wrapped, 1)
 
 
-def test_weights_that_the_same_recipe_has_quantized_are_skipped():
-    model = quantize_model(Model(), "nvfp4", only_up)
-    first = model.blocks[0].up.weight
-    quantize_model(model, NVFP4Quantizer(columnwise=False))
-    assert model.blocks[0].up.weight is first and quantized_names(model) == HIDDEN
-
-
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", NVFP4Quantizer(), Recipe("nvfp4", emulate=True)], ids=str
 )
 def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
     model = quantize_model(Model(), "nvfp4", only_up)
-    match = "layer 'blocks.0.up' must not be quantized by another recipe, got NVFP4 "
-    with pytest.raises(ValueError, match=match):
+    first, match = (
+        model.blocks[0].up.weight,
+        "'blocks.0.up' must not be quantized by another recipe",
+    )
+    with pytest.raises(ValueError, match=f"{match}, got NVFP4 "):
         quantize_model(model, recipe)
     assert quantized_names(model) == [name for name in HIDDEN if "up" in name]
     # The message's cure.
-    quantize_model(model, recipe, lambda m, n: is_hidden_linear(m, n) and not only_up(m, n))
+    quantize_model(model, recipe, but("up"))
     kinds = [quantize_model(nn.Linear(64, 64), r).weight.quantizer for r in ("nvfp4", recipe)]
     layers = [layer for block in model.blocks for layer in (block.up, block.down)]
     assert [layer.weight.quantizer for layer in layers] == kinds * 2
+    # Those that the same recipe has quantized are skipped.
+    quantize_model(model, NVFP4Quantizer(columnwise=False), only_up)
+    assert model.blocks[0].up.weight is first
 
 
 @pytest.mark.parametrize("change", [lambda m: quantize_model(m, "mxfp8"), dequantize_model])
@@ -494,20 +420,15 @@ def test_weights_in_use_are_refused_and_nothing_changes(change):
     model = Model()
     if change is dequantize_model:
         quantize_model(model, "nvfp4")
-    graph, reference = model(torch.arange(4)), weakref.ref(model.blocks[1].down.weight)
-    kinds = [type(param) for param in model.parameters()]
-    for in_use in ("graph", "reference"):
+    in_use = [model(torch.arange(4)), weakref.ref(model.blocks[1].down.weight)]
+    kinds = [*map(type, model.parameters())]
+    while in_use:
         with pytest.raises(RuntimeError, match=r"'blocks\.\d\..*' must be free .*no_grad"):
             change(model)
-        assert kinds == [type(param) for param in model.parameters()]
-        if in_use == "graph":
-            del graph
-    del reference
+        assert kinds == [*map(type, model.parameters())]
+        del in_use[0]
     change(model)
-    assert kinds != [type(param) for param in model.parameters()]
-
-
-# quantized_init
+    assert kinds != [*map(type, model.parameters())]
 
 
 def test_everything_built_inside_is_quantized_at_the_end():
@@ -532,10 +453,7 @@ def test_everything_built_inside_is_quantized_at_the_end():
                 assert torch.equal(a._high_precision_init_val, init_val)
     assert quantized_names(build()) == HIDDEN
     step(model)
-
-
-def test_initialization_runs_in_high_precision():
-    with quantized_init("nvfp4"):
+    with quantized_init("nvfp4"):  # initialization runs in high precision
         model = Model()
         weight = model.blocks[0].up.weight
         nn.init.orthogonal_(weight)
@@ -558,7 +476,7 @@ def test_errors_leave_no_hook_and_no_quantized_weight():
         interrupted = Model()
         raise KeyError
     match = "layer 'lm_head': .* got shape"
-    with pytest.raises(ValueError, match=match), quantized_init("nvfp4", everything):
+    with pytest.raises(ValueError, match=match), quantized_init("nvfp4", lambda *_: True):
         fine, bad = nn.Linear(64, 64), Model()
     assert [*map(dict, hooks)] == before
     assert not any(map(quantized_names, (interrupted, fine, bad, Model())))
@@ -624,9 +542,6 @@ def test_copies_and_inserted_modules_are_built_inside_models_from_before_are_not
     assert first.weight is second.weight and quantized_names(first)
 
 
-# What is warned of
-
-
 class Odd(nn.Module):
     """A network for ten classes, whose head and first layer no format can hold."""
 
@@ -659,39 +574,24 @@ def test_less_than_half_of_the_matrices_is_said(module):
     assert len(w) == 1
     model = nn.Sequential(nn.Linear(64, 32), module)
     quantize_model(model, "mxfp8", lambda module, name: isinstance(module, nn.Linear))
-
-
-def test_embeddings_and_heads_do_not_count():
-    model = nn.ModuleDict({"wte": nn.Embedding(5000, 64), "lm_head": nn.Linear(64, 5000)})
-    model["tied"] = nn.Linear(64, 5000, bias=False)
+    # Embeddings and heads do not count.
+    model = nn.ModuleDict({"wte": nn.Embedding(5000, 64), "tied": nn.Linear(64, 5000, bias=False)})
     model["tied"].weight = model["wte"].weight
-    model["up"] = nn.Linear(64, 64)
+    model.update({"lm_head": nn.Linear(64, 5000), "up": nn.Linear(64, 64)})
     assert quantized_names(quantize_model(model, "mxfp8")) == ["up.weight"]
 
 
-FORGOTTEN = """
-import warnings, torch, fp4adam
-warnings.simplefilter("error", UserWarning)
-model = torch.nn.Linear(64, 64)
-fp4adam.FP4Adam([model.bias])
-fp4adam.FusedAdam(model.parameters())
-try:
-    fp4adam.FP4Adam(model.parameters())
-    raise SystemExit("nothing was said")
-except UserWarning as warning:
-    assert "no quantized weight" in str(warning)
-fp4adam.quantize_model(model, "nvfp4")
-fp4adam.FP4Adam(model.parameters())
-fp4adam.FP4Adam(torch.nn.Linear(64, 4).parameters())  # adapters beside a quantized base
-"""
-
-
-def test_a_model_that_nobody_has_quantized_is_said():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", FORGOTTEN], check=True, env=environment)
-
-
-# What was made before
+def test_a_model_that_nobody_has_quantized_is_said(monkeypatch):
+    monkeypatch.setattr(QuantizedTensor, "exists", False)
+    model = nn.Linear(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        FP4Adam([model.bias])
+        FusedAdam(model.parameters())
+        with pytest.raises(UserWarning, match="no quantized weight"):
+            FP4Adam(model.parameters())
+        FP4Adam(quantize_model(model, "nvfp4").parameters())
+        FP4Adam(nn.Linear(64, 4).parameters())  # adapters beside a quantized base
 
 
 def test_an_optimizer_from_before_trains_what_one_from_after_does():
@@ -717,25 +617,8 @@ def test_an_optimizer_from_before_trains_what_one_from_after_does():
     assert losses[0] == losses[1] and losses[2][2] < losses[2][0] < losses[0][0]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("steps", [0, 1])
-def test_other_optimizers_from_before_meet_the_refusal_of_the_tensor(kind, steps):
-    model = Model()
-    optimizer = kind(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.arange(4)).sum().backward()
-        optimizer.step()
-    quantize_model(model, "nvfp4")
-    weight = model.blocks[0].up.weight
-    codes = value_of(weight)
-    model(torch.arange(4)).sum().backward()
-    with pytest.raises(NotImplementedError, match="must not write into a NVFP4Tensor: .*FP4Adam"):
-        optimizer.step()
-    assert torch.equal(value_of(weight), codes)
-
-
 def test_compiled_models_notice():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64))
     compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(3, 64)
     compiled(x).sum().backward()
     quantize_model(model, "nvfp4")

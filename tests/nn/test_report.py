@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp4adam
+import helpers
 from fp4adam import (
     FP4Adam,
+    FusedAdam,
     MasterWeightOptimizer,
     QuantizationMonitor,
     Recipe,
@@ -20,6 +22,7 @@ from fp4adam import (
     summary,
 )
 from fp4adam.nn import report
+from helpers import randn
 from ranks import all_ranks, run_ranks
 
 # A Conv1D and a stack of nobody knows what are most of the model.
@@ -29,21 +32,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:only .* of the elements of matri
 class Conv1D(nn.Module):
     """As transformers has it in GPT-2: a weight [in, out] that is no nn.Linear's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64, 128))
-
 
 class Experts(nn.Module):
     """One stacked weight, which is not known to be of experts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(4, 64, 64))
-
 
 def make_model() -> nn.Sequential:
     layers = [nn.Linear(64, 64), nn.Linear(64, 64, bias=False), Conv1D(), Experts()]
+    layers[2].weight = nn.Parameter(torch.zeros(64, 128))
+    layers[3].gate_up_proj = nn.Parameter(torch.zeros(4, 64, 64))
     norms = [nn.LayerNorm(64) for _ in range(3)]
     return nn.Sequential(*layers, nn.Sequential(*norms))
 
@@ -77,7 +74,7 @@ def test_log_says_what_is_quantized_and_what_is_left(lines):
     assert str(layer).endswith("weight=MXFP8)")
     assert lines[2].startswith("Linear, MXFP8: 1 of 1 weights are quantized")
     with pytest.warns(UserWarning, match=r"no weight was .* \(Conv1D: its .*\)\. Only") as caught:
-        quantize_model(Conv1D(), "nvfp4")
+        quantize_model(make_model()[2], "nvfp4")
     assert caught[0].filename == __file__
 
 
@@ -110,11 +107,9 @@ def test_table_has_every_parameter_and_totals():
 
 def test_bytes_of_the_optimizer_state():
     model = quantize_model(make_model(), "nvfp4")
-    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
+    optimizer = MasterWeightOptimizer(model.parameters(), torch.optim.SGD)
     assert str(summary(model, optimizer)).endswith("state yet: the first step creates it")
-    for param in model.parameters():
-        param.grad = torch.zeros(param.shape)
-    optimizer.step()
+    optimizer = FP4Adam(model.parameters(), exp_avg_dtype=torch.bfloat16)
     table = str(summary(model, optimizer)).splitlines()
     assert table[0].endswith("  state bytes")
     # BF16 first moments, FP32 second moments; masters of quantized weights.
@@ -123,11 +118,39 @@ def test_bytes_of_the_optimizer_state():
     numel = sum(p.numel() for p in model.parameters())
     nbytes = 10 * 2 * 64**2 + 6 * (numel - 2 * 64**2)
     assert table[-1] == (
-        f"{nbytes:,} bytes of the optimizer's state, {nbytes / numel:.2f} bytes per parameter"
+        f"{nbytes:,} bytes of the optimizer's state from its first step on, "
+        f"{nbytes / numel:.2f} bytes per parameter"
     )
     for call in (summary, QuantizationMonitor):
         with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer or None"):
             call(model, [optimizer])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"states": "16bit"},
+        {"states": "8bit"},
+        {"states": "8bit", "master_weights": False, "store_param_remainders": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer_class", [FP4Adam, FusedAdam])
+def test_bytes_of_the_state_are_told_before_the_first_step(options, optimizer_class):
+    model = quantize_model(make_model().bfloat16(), "mxfp8")
+    model[0].bias.requires_grad_(False)
+    optimizer = optimizer_class(model.parameters(), **options)
+    told = [(p.name, p.state_nbytes) for p in summary(model, optimizer).parameters]
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros(param.shape, dtype=param.dtype)
+    optimizer.step()
+    states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
+    stored = {name: getattr(state, "stored", state) for name, state in states.items()}
+    taken = {name: [x for x in state.values() if x.dim()] for name, state in stored.items()}
+    assert told == [(name, sum(x.nbytes for x in each)) for name, each in taken.items()]
 
 
 def test_print_shows_the_format_of_each_layer():
@@ -145,18 +168,6 @@ def test_print_shows_the_format_of_each_layer():
     assert str(layer).endswith("weight=Float8, fake-quantizes=activations)")
 
 
-def test_saving_by_address_names_the_cure(tmp_path):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    model = quantize_model(nn.Linear(64, 64), "nvfp4")
-    with pytest.raises(RuntimeError, match="got NVFP4Tensor of shape .* call fp4adam.use_plain_"):
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-    fp4adam.use_plain_state_dict(model)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-
-
-# QuantizationMonitor
-
-
 # Magnitude bits of a code, and the largest magnitude.
 CODES = {"nvfp4": (0x7, 0x7), "mxfp8": (0x7F, 0x7E), "float8block": (0x7F, 0x7E)}
 
@@ -167,10 +178,8 @@ def make_pair(width: int = 96) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-    (model(x) - x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    x = randn(4, 256)
+    helpers.train(optimizer, [(model(x) - x).square().mean()])
 
 
 def codes_of(weight: torch.Tensor) -> torch.Tensor:
@@ -195,17 +204,18 @@ def test_numbers_are_those_of_plain_torch(name):
     state, decoded = optimizer.state[weight], weight.dequantize()
     master, codes = state["master_param"], codes_of(weight)
     magnitude, largest = CODES[name]
-    expected = {
-        "relative_error": ((decoded - master).norm() / master.norm()).item(),
-        "underflow_share": ((decoded == 0) & (master != 0)).double().mean().item(),
-        "zero_share": (decoded == 0).double().mean().item(),
-        "saturated_share": ((codes & magnitude) == largest).double().mean().item(),
-        "changed_share": (codes != before).double().mean().item(),
-        "amax": decoded.abs().max().item(),
-        "nonfinite_share": 0.0,
-        "exp_avg_zero_share": (state["exp_avg"] == 0).double().mean().item(),
-        "exp_avg_sq_zero_share": (state["exp_avg_sq"] == 0).double().mean().item(),
+    shares = {
+        "underflow_share": (decoded == 0) & (master != 0),
+        "zero_share": decoded == 0,
+        "saturated_share": (codes & magnitude) == largest,
+        "changed_share": codes != before,
+        "nonfinite_share": ~decoded.isfinite(),
+        "exp_avg_zero_share": state["exp_avg"] == 0,
+        "exp_avg_sq_zero_share": state["exp_avg_sq"] == 0,
     }
+    expected = {key: share.double().mean().item() for key, share in shares.items()}
+    expected["relative_error"] = ((decoded - master).norm() / master.norm()).item()
+    expected["amax"] = decoded.abs().max().item()
     for key, value in expected.items():
         assert found[f"{key}/0.weight"] == pytest.approx(value, rel=1e-5), key
     assert 0 < expected["changed_share"] < 1

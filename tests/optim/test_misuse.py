@@ -1,14 +1,13 @@
 """A catalogue of misuses: each is refused in words that help, and changes nothing.
 
 Names of the entries say what is wrong; the words are the rule, the value and the cure. What other
-files test in detail is not repeated here: texts of ``torch.optim``
-(``test_torch_optimizer_contract``), arguments of ZeRO (``test_zero``).
+files test is not repeated: texts of ``torch.optim`` (``test_torch_optimizer_contract``), quantizers
+and scale groups (``tests/tensors``, ``tests/formats``), recipes (``tests/nn``), what checkpoints
+may be damaged by (``test_hostile_import``), arguments of ZeRO (``test_zero``).
 """
 
 import copy
-import json
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,18 +29,14 @@ from fp4adam import (
     TensorAdapter,
     export_checkpoint,
     export_masters,
-    fp4_utils,
-    hf_scale_groups,
     import_checkpoint,
     quantize_model,
-    quantized_init,
     register_adapter,
     use_plain_state_dict,
 )
 from fp4adam.fp8_utils import quantize_master_weights
 from fp4adam.optim.hyper_parameters import check_numbers
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAN = math.nan
 NVFP4, FP8_MATMULS = Recipe("nvfp4"), Recipe("float8block", activations=True)
 
@@ -184,14 +179,6 @@ def quantizing(change: Callable[[Net], object] = id, recipe: Any = "nvfp4", **kw
     return prepare
 
 
-def exporting(change: Callable[[Net], object] = id, **options: Any) -> Misuse:
-    def prepare(scene: Scene) -> Callable[[], object]:
-        change(scene.model)
-        return partial(export_checkpoint, scene.model, scene.folder / "out", **options)
-
-    return prepare
-
-
 def importing(change: Callable[[Net], object] = id, quantizer: Any = None) -> Misuse:
     def prepare(scene: Scene) -> Callable[[], object]:
         export_checkpoint(scene.model, scene.folder)
@@ -208,20 +195,6 @@ def damaged(damage: Callable[[Path], object]) -> Misuse:
         return partial(import_checkpoint, scene.plain, scene.folder)
 
     return prepare
-
-
-def config(text: str) -> Misuse:
-    return damaged(lambda folder: (folder / "config.json").write_text(text))
-
-
-def config_with(key: str, value: object) -> Misuse:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        content = json.loads(path.read_text())
-        content["quantization_config"][key] = value
-        path.write_text(json.dumps(content))
-
-    return damaged(edit)
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Misuse:
@@ -242,31 +215,8 @@ def replacing(name: str, change: Callable[[Tensor], Tensor]) -> Misuse:
     return tensors(lambda stored: stored.update({name: change(stored[name])}))
 
 
-def filling(name: str, value: float) -> Misuse:
-    return replacing(name, lambda t: t.float().fill_(value).to(t.dtype))
-
-
-def file_of(count: int) -> Misuse:
-    def cut(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:count])
-
-    return damaged(cut)
-
-
 def removing(file: str) -> Misuse:
     return damaged(lambda folder: (folder / file).unlink())
-
-
-def command(*argv: str) -> Misuse:
-    def prepare(scene: Scene) -> Callable[[], object]:
-        if str(EXAMPLES) not in sys.path:
-            sys.path.insert(0, str(EXAMPLES))
-        from options import parse_args
-
-        return partial(parse_args, list(argv))
-
-    return prepare
 
 
 def twice(scene: Scene) -> Callable[[], object]:
@@ -297,11 +247,6 @@ def inference_vector(scene: Scene) -> list[Tensor]:
     return [torch.ones(3)]
 
 
-def tie(model: Net) -> None:
-    model.late = nn.Linear(64, 96, bias=False)
-    model.late.weight = model.up.weight
-
-
 def assigning(scene: Scene) -> Callable[[], object]:
     model = use_plain_state_dict(scene.model)
     return partial(model.load_state_dict, model.state_dict(), assign=True)
@@ -318,17 +263,11 @@ def in_layer(*shape: int) -> Misuse:
     return call(lambda s: nn.functional.linear(torch.ones(shape), weight))
 
 
-def filtered_init(scene: Scene) -> Callable[[], object]:
-    return quantized_init("nvfp4", filter="head").__enter__
-
-
 E4M3 = torch.float8_e4m3fn
 # The types of exceptions, short enough for a table.
 V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
 AT_LEAST_0, NUMBER = "it must be a number >= 0", "it must be a number, or a one-element tensor"
 DENSE = "x must be a dense tensor"
-RECIPE = "recipe must be "
-COPY = "copy it again"
 BUILD = "build the model from the checkpoint's config.json"
 
 # Name: the misuse, the type of the exception, and what its text has to contain.
@@ -336,44 +275,22 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # The constructor
     "lr: NaN": (new(lr=NAN), V, ("Invalid learning rate: nan", AT_LEAST_0)),
     "lr: text": (new(lr="1e-3"), T, ("Invalid learning rate: '1e-3'", NUMBER)),
-    "lr: None": (
-        call(lambda s: new(lr=None)(s)().step()), T, ("Invalid learning rate: None", NUMBER)),
     "lr: a tensor, with foreach": (new(lr=torch.tensor(0.1), foreach=True), V, ("lr as a Tensor is",
         "capturable=False and foreach=True")),
     "two names of one flag": (new(adam_w_mode=True, decoupled_weight_decay=False), V, (
         "must be equal", "got True and False")),
-    "states of a group": (call(lambda s: FP4Adam([{"params": [s.weight], "states": "8bit"}])), V, (
-        "states must be an option of the optimizer", "to the constructor")),
     "masters of a group": (call(lambda s: s.optimizer.add_param_group(
         {"params": [s.late], "master_weights": False})), V, ("master_weights must be an option",)),
     "a flag of Transformer Engine": (call(
         lambda s: s.optimizer.param_groups[0].update(adam_w_mode=False) or s.optimizer.step()), V, (
         "got adam_w_mode", 'group["decoupled_weight_decay"]')),
-    "lr: complex": (new(lr=1j), T, ("Invalid learning rate: 1j", NUMBER)),
-    "eps: NaN": (new(eps=NAN), V, ("Invalid epsilon value: nan", AT_LEAST_0)),
-    "weight decay: NaN": (new(weight_decay=NAN), V, ("weight_decay value: nan", AT_LEAST_0)),
-    "betas: NaN": (new(betas=(NAN, 0.9)), V, ("index 0: nan", "at least 0 and below 1")),
     "betas: one number": (new(betas=0.9), T, ("betas must be two", "got 0.9", "(0.9, 0.999)")),
-    "betas: texts": (new(betas=("a", "b")), T, ("beta parameter at index 0: 'a'", NUMBER)),
     "capturable": (new(capturable=True), N, ("capturable must be False", "outside the graph")),
     "differentiable": (new(differentiable=True), N, ("differentiable must be False", "in-place",
         "torch.optim.AdamW")),
-    "second moments of amsgrad": (new(amsgrad=True, exp_avg_sq_dtype=torch.bfloat16), N, (
-        "exp_avg_sq_dtype must be float32 with amsgrad", "got torch.bfloat16")),
     "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
         "float16", "got torch.bfloat16")),
-    "group: differentiable": (
-        call(lambda s: s.optimizer.add_param_group(
-            {"params": [("late", s.late)], "differentiable": True})), N,
-        ("differentiable must be False",),
-    ),
-    "group: complex": (
-        call(lambda s: s.optimizer.add_param_group(
-            {"params": [("z", nn.Parameter(torch.zeros(2) + 0j))]})), V, ("view_as_real",),
-    ),
     "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
-    "state dtype as text": (new(exp_avg_dtype="fp8"), V, ("exp_avg_dtype must be", "got fp8")),
-    "no masters": (new(master_weights=False), V, ("NVFP4Tensor", "got False", "leave it True")),
     "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("must be real",
         "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",
@@ -385,34 +302,13 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "parameter in two groups": (
         of(lambda s: [{"params": [s.late]}, {"params": [s.late]}]), V, ("more than one",),
     ),
-    "NaN in a new group": (
-        call(lambda s: s.optimizer.add_param_group({"params": [s.late], "lr": NAN})), V,
-        ("Invalid learning rate: nan", AT_LEAST_0),
-    ),
     # Adapters
-    "adapter: its class": (call(lambda s: register_adapter("x.Y", TensorAdapter)), T, ("instance",
-        "TensorAdapter")),
     "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
         "tensor_class must be a class or its name", "got 3", "'module.Class'")),
-    # Scale groups
-    "group: unknown member": (new(scale_groups=[["up.weight", "x"]]), V, ("among the 3 quantized",
-        "got 'x'", "model.named_parameters()")),
-    "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, (
-        "NVFP4 or Float8 weights", "'head.weight', a plain tensor", "leave it out")),
-    "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
-        "'up.weight' twice", "join")),
-    "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str", "[[name, ")),
-    "group: a rule without names": (
-        call(lambda s: FP4Adam(s.model.parameters(), scale_groups=hf_scale_groups)), V,
-        ("must have names", "got a rule", "model.named_parameters()"),
-    ),
     # The step
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),
-    "gradient: sparse": (with_grad(Tensor.to_sparse), R, ("sparse gradients, got", "SparseAdam")),
     "gradient: integers": (with_grad(Tensor.int), T, ("must be float32", "got torch.int32")),
-    "gradient: complex": (with_grad(lambda g: g + 0j), T, ("float32", "got torch.complex64")),
-    "gradient: float64": (with_grad(Tensor.double), T, ("float32", "got torch.float64")),
     "gradient: quantized": (with_grad(lambda g: NVFP4Quantizer().quantize(g)), T, (
         "must be plain tensors", "NVFP4Tensor")),
     "gradient: another shape": (with_grad(lambda g: g[1:]), V, ("(96, 64)", "got (95, 64)")),
@@ -426,16 +322,13 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "parameter: meta": (with_param(lambda s: NVFP4Quantizer().make_empty((64, 96), device="meta")),
         R, ("on meta; materialize them",)),
     "gradient: a list": (with_grad(lambda g: [1.0]), T, ("must be tensors", "a list", "assign")),
-    "gradient: transposed": (with_grad(torch.t), V, ("shape and device of its parameter",
-        "got (64, 96)", "recompute it")),
     "step: learning rate NaN": (with_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
-    "step: learning rate None": (with_group(lr=None), T, ("learning rate: None", NUMBER)),
-    "step: eps NaN": (with_group(eps=NAN), V, ("epsilon value: nan", AT_LEAST_0)),
-    "step: beta 1": (with_group(betas=(0.9, 1.0)), V, ("index 1: 1.0", "below 1")),
     "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
+    "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
+        "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (
         call(lambda s: s.optimizer.reset_master_weights([s.late])), V, ("parameter",),
     ),
@@ -456,11 +349,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "must be a floating point tensor", "torch.int32", "converted")),
     "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96, 64)",
         "got (3,)", "the model that it was saved from")),
-    "state: None": (loading_state("exp_avg", None), V, ("floating point tensor, got NoneType",)),
-    "state: low bits as master": (
-        loading_state("master_param", torch.zeros(96, 64, dtype=torch.int16)), V,
-        ("master_param of parameter 0 must be a floating point tensor", "torch.int16"),
-    ),
     "state: no moment": (loading(lambda saved: saved["state"][0].pop("exp_avg")), V, (
         "state of parameter 0 must hold step, exp_avg and exp_avg_sq",)),
     "state: vector as step": (loading_state("step", torch.ones(2)), V, ("one number >= 0",)),
@@ -469,19 +357,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "state: fewer parameters": (loading(lambda saved: saved["param_groups"][0]["params"].pop()), V,
         ("parameter group that doesn't match",)),
     "state: step NaN": (loading_state("step", NAN), V, ("number >= 0", "got nan", "damaged")),
-    "state: step below zero": (loading_state("step", torch.tensor(-1.0)), V, ("number >= 0", "-1")),
     "state: of SGD": (loading(lambda saved: saved["state"].update({0: {"momentum_buffer": 1}})), V,
         ("must hold step, exp_avg", "momentum_buffer", "another kind of optimizer")),
     "state: learning rate NaN": (loading_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
-    "state: learning rate as text": (loading_group(lr="x"), T, ("learning rate: 'x'", NUMBER)),
-    "state: betas": (loading_group(betas=(2.0, 0.9)), V, ("index 0: 2.0", "below 1")),
-    "state: step on meta": (loading_state("step", torch.zeros((), device="meta")), V, (
-        "step of parameter 0 must",)),
-    "state: no step": (loading(lambda saved: saved["state"][0].pop("step")), V, (
-        "parameter 0 must hold step",)),
     "state: one beta": (loading_group(betas=(0.9,)), V, ("betas must be two numbers, got",)),
-    "state: three betas": (loading_group(betas=(0.9, 0.9, 0.9)), V, ("must be two numbers, got",)),
-    "state: two rates": (loading_group(lr=torch.ones(2)), V, ("Tensor lr must be 1-element",)),
     "compact: scales lost": (loading_compact(lambda s: s.pop("exp_avg_scale")), V, (
         "floating point tensor, got torch.uint8",)),
     "compact: scales cut": (cut("exp_avg_scale"), V, ("scales of exp_avg of",)),
@@ -494,54 +373,20 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
-    "quantizer: no direction": (call(lambda s: NVFP4Quantizer(False, False)), V, ("not both",
-        "got False, False", "keep one of them")),
     "quantizer: NaN": (call(lambda s: Float8BlockQuantizer(amax_epsilon=NAN)), V, ("finite",
         "got nan", "0 turns it off")),
-    "quantizer: order of the GEMM": (call(lambda s: Float8BlockQuantizer(optimize_for_gemm=True)),
-        V, ("must be False for Float8Block", "got True", "leave it out")),
     "quantize: a list": (call(lambda s: MXFP8Quantizer().quantize([[1.0]])), T, (DENSE, "a list",
         "torch.tensor(x)")),
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
         (DENSE, "torch.sparse_coo", "x.to_dense()")),
-    "quantize: integers": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).int())), T, (
-        "float32, bfloat16 or float16", "got torch.int32", "convert")),
-    "quantize: shape": (call(lambda s: MXFP8Quantizer().quantize(torch.ones(48, 64))), V, (
-        "multiples of 32", "(48, 64)", "pad the weight")),
     "write: a list": (call(lambda s: s.weight.quantize_([1.0])), T, (DENSE, "got a list")),
-    "write: sparse": (call(lambda s: s.weight.quantize_(torch.ones(96, 64).to_sparse())), T,
-        (DENSE, "torch.sparse_coo", "x.to_dense()")),
-    "write: shape": (call(lambda s: s.weight.quantize_(torch.ones(64, 96))), V, ("(96, 64), got",
-        "(64, 96)", "reshape")),
-    "write: in place": (call(lambda s: s.weight.detach().mul_(2)), N, ("must not write into a NVFP",
-        "Train with FP4Adam")),
     # Models
-    "recipe: unknown": (quantizing(recipe="int4"), V, (RECIPE, "nvfp4, mxfp8", "got 'int4'")),
-    "recipe: a class": (quantizing(recipe=NVFP4Quantizer), T, (RECIPE, "got type", "pass one of")),
     "model: a weight": (call(lambda s: quantize_model(s.weight, "nvfp4")), T, ("an nn.Module",
         "got NVFP4Tensor", "pass the model")),
     "filter: text": (quantizing(filter="head"), T, ("must be a function", "'head'", "lambda mod")),
-    "filter: text, of quantized_init": (filtered_init, T, ("must be a function", "'head'")),
-    "model: a layer of float64": (quantizing(lambda net: net.down.double()), T, ("layer 'down'",
-        "got torch.float64", "convert")),
-    "model: a shape": (quantizing(filter=lambda *_: True), V, ("layer 'head'", "multiples of 16",
-        "(10, 64)", "filter=")),
-    "model: a lazy layer": (
-        quantizing(lambda net: setattr(net, "lazy", nn.LazyLinear(32))), V,
-        ("weight of layer 'lazy'", "got one without a shape", "after the first forward pass"),
-    ),
     # What matmuls quantize
-    "recipe: of a recipe": (call(lambda s: Recipe(FP8_MATMULS)), T, ("weights must be a format",
-        "got Recipe(weights='float8block'", "dataclasses.replace")),
-    "recipe: unknown weights": (call(lambda s: Recipe("fp8")), V, (RECIPE, "got 'fp8'")),
     "recipe: a format of activations": (call(lambda s: Recipe("nvfp4", activations="mxfp8")), T, (
         "activations must be True, False or \"fake\"", "got 'mxfp8'", "the format of the weights")),
-    "recipe: weights of one direction": (
-        call(lambda s: Recipe(MXFP8Quantizer(columnwise=False), gradients=True)), V,
-        ("must have columnwise codes", "columnwise=False", "columnwise=True"),
-    ),
-    "recipe: a shape": (quantizing(recipe=FP8_MATMULS, filter=lambda module, name: name == "up"), V,
-        ("layer 'up'", "multiples of 128", "got (96, 64)", "filter=")),
     "recipe: imported": (importing(quantizer=FP8_MATMULS), V, ("must be a NVFP4Quant", "got Recipe",
         "Recipe(...).quantizer")),
     "layer: input of another width": (in_layer(3, 96), V, ("[..., 64]", "got (3, 96)", "in_feat")),
@@ -558,83 +403,40 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got none", "init_process_group")),
     "ZeRO: past the end": (scattering([torch.ones(8)], [4090]), V, ("4096 elements", "[4090, 4098)",
         "count elements")),
-    "Megatron: a packed shape": (
-        call(lambda s: fp4_utils.get_nvfp4_rowwise_packed_shape((3, 7))), V,
-        ("must be even", "(3, 7)", "pad it"),
-    ),
     # Export
-    "export: unknown layout": (exporting(layout="onnx"), V, ("layout must be one of", "'onnx'")),
-    "export: nothing quantized": (
-        call(lambda s: export_checkpoint(s.plain, s.folder)), V, ("got none", "quantize_model"),
-    ),
     "export: a state": (
         call(lambda s: export_checkpoint(s.model.state_dict(), s.folder)), T,
         ("an nn.Module", "got OrderedDict", "pass the model"),
     ),
-    "export: tied weights": (exporting(tie), V, ("must be two weights", "'late.weight'", "untie")),
     "export: no optimizer": (
         call(lambda s: export_masters(s.model, None, s.folder)), T,
         ("optimizer must be", "got NoneType", "pass the FP4Adam"),
-    ),
-    "export: masters in float64": (
-        call(lambda s: export_masters(s.model, s.optimizer, s.folder, torch.float64)), T,
-        ("dtype must be float32, bfloat16", "got torch.float64"),
     ),
     # Import
     "import: no model": (call(lambda s: import_checkpoint("x", s.folder)), T, ("got str",)),
     "import: no folder": (
         call(lambda s: import_checkpoint(s.plain, s.folder / "x")), F, ("must exist", "folder of"),
     ),
-    "import: float64": (importing(nn.Module.double), T, ("float32, bfloat16", "torch.float64")),
     "import: another model": (importing(lambda net: delattr(net, "up")), V, ("all that the check",
         "'up.bias'", "config.json")),
     "import: name of a format": (importing(quantizer="nvfp4"), V, ("NVFP4Quantizer", "leave it")),
     "import: another format": (importing(quantizer=MXFP8Quantizer()), V, ("must be a NVFP4Quant",
         "got MXFP8Quantizer", "leave it out")),
     "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
-    "file: empty": (file_of(0), V, ("must be a whole safetensors file", "header too small", COPY)),
-    "file: half a header": (file_of(100), V, ("must be a whole safetensors file", COPY)),
-    "file: without its end": (file_of(-100), V, ("must be a whole safetensors file", COPY)),
-    "file: missing": (removing("model.safetensors"), F, ("must exist", "no such file")),
     "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
-    "config: cut": (config("{"), V, ("must be JSON", "line 1", COPY)),
-    "config: a list": (config("[]"), V, ("must hold an object", "got a list", COPY)),
-    "config: of a plain model": (config("{}"), V, ("quantization_config", "None", "decoded")),
-    "config: another method": (config_with("quant_method", "gptq"), V, ("quant_method must be one",
-        "compressed-tensors, modelopt, fp8", "got 'gptq'")),
     "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),
-    "layer without codes": (without("up.weight_packed"), V, ("layer 'up'", "no weight_packed")),
     "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),
     "tensor too many": (tensors(lambda t: t.update(more=torch.ones(1))), V, ("lacks 1", "'more'")),
-    "bias of another shape": (replacing("up.bias", lambda t: t[1:]), V, ("(96,), got (95,)",)),
     "scales of another shape": (replacing("up.weight_scale", lambda t: t[1:]), V, ("(96, 4)",
         "got (95, 4)", BUILD)),
     "codes of another dtype": (replacing("up.weight_packed", Tensor.int), T, ("torch.uint8",
         "got torch.int32", "damaged")),
-    "bias in FP8": (replacing("up.bias", lambda t: t.to(E4M3)), T, ("without a scale", "damaged")),
-    "scales of NaN": (filling("down.weight_scale", NAN), V, ("layer 'down'", "finite", "got nan")),
-    "scale below zero": (filling("down.weight_global_scale", -1.0), V, ("not negative, got -1.0",)),
-    # The command line of the example
-    "--optimizer adamw": (command("--optimizer", "adamw"), SystemExit, (
-        "--optimizer adamw needs bf16 or fp32, got --format nvfp4",)),
-    "--format: two": (command("--format", "nvfp4,mxfp8"), SystemExit, (
-        "--format must be one name, got nvfp4,mxfp8; add --compare",)),
-    "--format: unknown": (command("--format", "fp8"), SystemExit, (
-        "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'",)),
-    "--baseline": (command("--compare", "--baseline", "nvfp4"), SystemExit, (
-        "--baseline must be of bf16, fp32, got nvfp4",)),
-    "--matmul: nothing quantized": (command("--matmul", "quantized", "--format", "bf16"),
-        SystemExit, ("--matmul quantized needs quantized weights, got --format bf16; leave",)),
-    "--text": (command("--text", ".,nothing"), SystemExit, ("must be folders, got 'nothing'",)),
-    "--steps": (command("--steps", "0"), SystemExit, ("a whole number from 1, got '0'",)),
-    "--resume": (command("--resume", "nothing"), SystemExit, (
-        "must be the folder of a checkpoint, got 'nothing'",)),
 }  # fmt: skip
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
+def test_misuse_is_refused_and_changes_nothing(name, tmp_path):
     misuse, error, words = MISUSES[name]
     scene = Scene(tmp_path)
     refused = misuse(scene)
@@ -642,7 +444,7 @@ def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
     with pytest.raises(error) as caught:
         refused()
     assert caught.type is error
-    text = capsys.readouterr().err if error is SystemExit else str(caught.value)
+    text = str(caught.value)
     assert [word for word in words if word not in text] == [], text
     assert scene.contents() == before
 

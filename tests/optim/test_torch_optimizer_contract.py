@@ -9,7 +9,6 @@ quantized weights add is in ``test_step_table.py``.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
@@ -22,10 +21,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.testing import assert_close
 from torch.testing._internal.common_optimizers import optim_db
 
@@ -62,7 +57,6 @@ CONFIGURATIONS = [
 Make = Callable[..., Optimizer]
 every_configuration = pytest.mark.parametrize("make", CONFIGURATIONS)
 every_optimizer = pytest.mark.parametrize("make", (FusedAdam, FP4Adam))
-needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
 def make_params(
@@ -137,45 +131,13 @@ MISUSES = [
 @pytest.mark.table
 @pytest.mark.parametrize(("params", "kwargs"), MISUSES)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_misuse_has_the_exception_and_text_of_adamw(
-    make: Make, params: Any, kwargs: dict[str, Any]
-) -> None:
+def test_misuse_has_the_exception_and_text_of_adamw(make, params, kwargs):
     try:
         AdamW(params, **kwargs)
     except Exception as torchs:
         with pytest.raises(type(torchs)) as ours:
             make(params, **kwargs)
         assert str(torchs).rstrip(".") in str(ours.value)
-
-
-@every_optimizer
-def test_frozen_integers_and_groups_are_taken_and_shown(make: Make, device: str) -> None:
-    counter = torch.tensor([1, 1], device=device)
-    weight, bias = make_params(device, shapes=[(2, 3), (2,)])
-    weight.grad = torch.ones_like(weight)
-    optimizer = make([{"params": [counter, weight], "lr": 0.25}, {"params": [bias]}], foreach=True)
-    optimizer.step()
-    assert counter.tolist() == [1, 1]
-    text = repr(optimizer)
-    assert text.startswith(("FP4Adam", "FusedAdam"))
-    assert "lr: 0.25" in text and "Parameter Group 1" in text
-
-
-@every_optimizer
-def test_meta_parameters_are_refused_until_they_have_storage(make: Make, device: str) -> None:
-    with torch.device("meta"):
-        network = torch.nn.Linear(2, 3)
-    optimizer = make(network.parameters(), fused=True)
-    for param in network.parameters():
-        param.grad = torch.rand_like(param)
-    refusal = "`fused=True` requires all the params to be floating point Tensors"
-    with pytest.raises(RuntimeError, match=refusal):
-        optimizer.step()
-    assert not any(optimizer.state.values())
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.step()
-    network.to_empty(device=device)
-    take_steps(make(network.parameters(), fused=True), 0)
 
 
 # Hyper-parameters
@@ -185,26 +147,17 @@ def test_meta_parameters_are_refused_until_they_have_storage(make: Make, device:
 def test_tensors_equal_the_same_floats(make: Make, device: str) -> None:
     for n_dims, where in ((0, "cpu"), (1, device), (2, device)):
         one = functools.partial(torch.full, (1,) * n_dims)
-        tensors = dict(lr=one(1e-3, device=where), betas=(one(0.75), one(0.875)))
-        floats = dict(lr=one(1e-3).item(), betas=(0.75, 0.875))
+        lr = one(1e-3, device=where)
+        tensors = dict(lr=lr, betas=(one(0.75), one(0.875)))
+        floats = dict(lr=lr.item(), betas=(0.75, 0.875))
         optimizers = [make(make_params(device), **each) for each in (tensors, floats)]
         for optimizer in optimizers:
-            take_steps(optimizer, 0, 1, 2)
+            scheduler = StepLR(optimizer, gamma=0.5, step_size=1)
+            for seed in range(3):
+                take_steps(optimizer, seed)
+                scheduler.step()
         assert_same_optimization(*optimizers)
-
-
-@every_optimizer
-def test_scheduler_changes_a_tensor_lr_in_place(make: Make, device: str) -> None:
-    lr = torch.tensor(0.5)
-    tensor_lr, float_lr = (make(make_params(device), lr=rate) for rate in (lr, 0.5))
-    for optimizer in (tensor_lr, float_lr):
-        scheduler = StepLR(optimizer, gamma=0.5, step_size=1)
-        for seed in range(3):
-            take_steps(optimizer, seed)
-            scheduler.step()
-    assert tensor_lr.param_groups[0]["lr"] is lr
-    assert lr.item() == 0.5**4
-    assert_same_optimization(tensor_lr, float_lr)
+        assert optimizers[0].param_groups[0]["lr"] is lr  # which the scheduler fills
 
 
 # The step
@@ -230,13 +183,7 @@ FLAGS = ("amsgrad", "maximize", "adam_w_mode", "bias_correction", "master_weight
     scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e4]),
     seed=st.integers(0, 2**16),
 )
-def test_fused_equals_operators_for_any_hyper_parameters(
-    shapes: list[tuple[int, ...]],
-    dtypes: list[torch.dtype],
-    kwargs: dict[str, Any],
-    scale: float,
-    seed: int,
-) -> None:
+def test_fused_equals_operators_for_any_hyper_parameters(shapes, dtypes, kwargs, scale, seed):
     def optimized(fused: bool) -> Optimizer:
         params = [
             make_params(DEVICE, dtype, [shape], seed)[0]
@@ -275,18 +222,6 @@ def test_layout_in_memory_changes_no_value(make: Make, device: str) -> None:
     assert_identical(plain, laid_out)
 
 
-@every_configuration
-def test_step_without_gradients_does_nothing(make: Make, device: str) -> None:
-    params = [*make_params(device), torch.ones(2, 3, device=device)]
-    before = [param.detach().clone() for param in params]
-    optimizer = make(params)
-    loss = torch.tensor([1.0], device=device)
-    assert optimizer.step(lambda: loss) is loss
-    assert optimizer.step() is None
-    assert_identical([param.detach() for param in params], before)
-    assert not any(optimizer.state[param] for param in params)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("through_the_kernels")
 def test_autograd_sees_that_a_step_changed_the_parameters(fused: bool, device: str) -> None:
@@ -302,31 +237,14 @@ def test_autograd_sees_that_a_step_changed_the_parameters(fused: bool, device: s
             loss.backward()
 
 
-@every_optimizer
-@pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler_skips_overflows_and_unscales_the_rest(
-    make: Make, fused: bool, device: str
-) -> None:
-    optimizer, expected = (make(make_params(device), fused=fused) for _ in range(2))
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=100)
-    for seed in range(4):
-        scale = scaler.scale(torch.ones((), device=device)).item()
-        set_grads(helpers.all_params(optimizer), seed, scale * (math.inf if seed == 1 else 1))
-        scaler.step(optimizer)
-        scaler.update()
-        if seed != 1:
-            take_steps(expected, seed)
-    assert scaler.get_scale() == 2.0**9
-    assert_same_optimization(optimizer, expected)
-    assert optimizer.state[helpers.all_params(optimizer)[0]]["step"].item() == 3
-
-
 # State dicts
 
 
 @every_optimizer
 @pytest.mark.parametrize("names", [(False, False), (True, False), (False, True)], ids=str)
 def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device: str) -> None:
+    """Of states as torch and other code have saved them."""
+
     def named(params: list[Parameter], has_names: bool) -> list[Any]:
         return [(f"name{i}", param) for i, param in enumerate(params)] if has_names else params
 
@@ -334,9 +252,12 @@ def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device:
     optimizer, resumed = (make(named(params, has_names)) for has_names in names)
     take_steps(optimizer, 0, 1)
     old = deepcopy(optimizer.state_dict())
-    for group in old["param_groups"]:  # those that older versions of torch have saved
+    for group in old["param_groups"]:  # of older versions
         for flag in ADAMW.not_og_supported_flags:
             group.pop(flag, None)
+    for state, number in zip(old["state"].values(), (int, float), strict=False):
+        if "step" in state:
+            state["step"] = number(state["step"])
     resumed.load_state_dict(old)
     group = resumed.param_groups[0]
     assert set(ADAMW.not_og_supported_flags) <= group.keys()
@@ -350,44 +271,7 @@ def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device:
     assert first == last
 
 
-@pytest.mark.parametrize("number", [int, float])
-def test_step_may_be_a_number_in_the_state_dict(number: type, device: str) -> None:
-    optimizer = FP4Adam(make_params(device))
-    take_steps(optimizer, 0, 1)
-    state_dict = deepcopy(optimizer.state_dict())
-    for state in state_dict["state"].values():
-        state["step"] = number(state["step"].item())
-    loaded = FP4Adam(copies(helpers.all_params(optimizer)))
-    loaded.load_state_dict(state_dict)
-    for each in (loaded, optimizer):
-        take_steps(each, 2)
-    assert_same_optimization(loaded, optimizer)
-
-
 # On GPUs
-
-
-@needs_cuda
-@every_configuration
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cpu_equals_cuda(make: Make, dtype: torch.dtype) -> None:
-    """States move there, too."""
-    shapes = [(3, 2), (3,), (), (0,), (129, 67), (4096,)]
-    optimizers = [make(make_params(device, dtype, shapes)) for device in ("cpu", "cuda")]
-    for seed in range(5):
-        for optimizer in optimizers:
-            take_steps(optimizer, seed)
-        if seed == 2:
-            optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
-            for state in optimizers[1].state_dict()["state"].values():
-                devices = {name: value.device.type for name, value in state.items()}
-                assert devices == {n: "cpu" if n == "step" else "cuda" for n in state}
-        if dtype != torch.float64:
-            assert_same_optimization(*optimizers)
-    if dtype == torch.float64:
-        # torch's float64 square roots on the CPU and on the GPU differ in the last bit.
-        found, expected = map(helpers.all_params, optimizers)
-        assert_close(found, expected, rtol=1e-13, atol=1e-15, check_device=False)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")
@@ -395,32 +279,9 @@ def test_cpu_equals_cuda(make: Make, dtype: torch.dtype) -> None:
 def test_one_group_may_span_two_gpus(make: Make) -> None:
     params = make_params("cuda:0", torch.bfloat16)
     spread = [*copies(params[:1]), *copies(params[1:], "cuda:1")]
-    optimizers = make(params), make(spread)
-    for optimizer in optimizers:
-        scheduler = StepLR(optimizer, gamma=0.9, step_size=1)
-        for seed in range(5):
-            take_steps(optimizer, seed)
-            scheduler.step()
-    assert_identical(*([p.cpu() for p in helpers.all_params(each)] for each in optimizers))
-
-
-@needs_cuda
-@pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 90 * 2**30,
-    reason="needs 90 GiB of free GPU memory",
-)
-def test_every_element_of_a_tensor_beyond_32_bit_indices_is_updated() -> None:
-    n = 2**32 + 3
-    marks = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, n - 1]
-    param = Parameter(torch.ones(n, device="cuda", dtype=torch.float16))
-    param.grad = torch.zeros_like(param)
-    param.grad[marks] = torch.arange(1.0, 8.0, device="cuda", dtype=torch.float16)
-    twin = Parameter(torch.ones(len(marks), device="cuda", dtype=torch.float16))
-    twin.grad = param.grad[marks]
-    for each in (param, twin):
-        FusedAdam([each], lr=0.1, weight_decay=0.0, fused=True).step()
-    assert_identical(param[marks].detach(), twin.detach())
-    assert int((param != 1).sum()) == len(marks)
+    for each in (params, spread):
+        take_steps(make(each), 0, 1, 2)
+    assert_identical(*([param.cpu() for param in each] for each in (params, spread)))
 
 
 # Hooks
@@ -428,21 +289,6 @@ def test_every_element_of_a_tensor_beyond_32_bit_indices_is_updated() -> None:
 
 @every_optimizer
 def test_hooks_run_around_state_dicts(make: Make, device: str) -> None:
-    def put_key(optimizer: Optimizer) -> None:
-        optimizer.state["test"] = 1
-
-    def report_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict["found"] = state_dict["state"].pop("test", None) is not None
-        return state_dict
-
-    optimizer = make(make_params(device))
-    after = optimizer.register_state_dict_post_hook(report_key)
-    assert optimizer.state_dict()["found"] is False
-    optimizer.register_state_dict_pre_hook(put_key)
-    assert optimizer.state_dict()["found"] is True
-    after.remove()
-    assert optimizer.state_dict()["state"]["test"] == 1
-
     def with_rate(rate: float) -> Callable[..., dict[str, Any]]:
         def replace(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             state_dict = deepcopy(state_dict)
@@ -451,41 +297,22 @@ def test_hooks_run_around_state_dicts(make: Make, device: str) -> None:
 
         return replace
 
+    optimizer = make(make_params(device))
+    optimizer.register_state_dict_pre_hook(lambda optimizer: optimizer.state.update(test=1))
+    optimizer.register_state_dict_post_hook(with_rate(0.001))
+    saved = optimizer.state_dict()
+    assert (saved["state"]["test"], saved["param_groups"][0]["lr"]) == (1, 0.001)
     noted = []
     optimizer.register_load_state_dict_post_hook(
         lambda optimizer: noted.append(optimizer.param_groups[0]["lr"])
     )
     handle = optimizer.register_load_state_dict_pre_hook(with_rate(0.002))
-    optimizer.load_state_dict(optimizer.state_dict())
     # Prepended, so its change is overwritten by the hook that was there first.
     optimizer.register_load_state_dict_pre_hook(with_rate(0.003), prepend=True)
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
     handle.remove()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert noted == [0.002, 0.002, 0.003]
-
-
-@every_optimizer
-def test_step_hooks_run_in_order_until_removed(make: Make, device: str) -> None:
-    calls: list[str] = []
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda optimizer, args, kwargs: calls.append(name)
-
-    optimizer = make(make_params(device))
-    handles = [
-        register_optimizer_step_pre_hook(note("global pre")),
-        register_optimizer_step_post_hook(note("global post")),
-        optimizer.register_step_pre_hook(note("pre")),
-        optimizer.register_step_post_hook(note("post")),
-    ]
-    try:
-        optimizer.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    optimizer.step()
-    assert calls == ["global pre", "pre", "post", "global post"]
+    optimizer.load_state_dict(saved)
+    assert noted == [0.002, 0.003]
 
 
 # In place of torch.optim.AdamW and torch.optim.Adam
@@ -493,8 +320,10 @@ def test_step_hooks_run_in_order_until_removed(make: Make, device: str) -> None:
 
 def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
     """Parameters after steps with gradients over several orders of magnitude."""
-    params = make_params(device, shapes=[(64, 33), (257,), ()])
-    params = [Parameter(param.detach().to(dtype)) for param in params]
+    params = [
+        Parameter(param.detach().to(dtype))
+        for param in make_params(device, shapes=[(64, 33), (257,), ()])
+    ]
     optimizer = make(params)
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -508,7 +337,7 @@ def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
 @every_configuration
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "L2"])
 def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: str) -> None:
-    """The largest and the mean error stay near those of torch's float32 optimizer."""
+    """Errors stay near the largest and the mean one of torch's float32 optimizer."""
     kwargs = {**make.keywords} if adam_w_mode else {"weight_decay": 0.0, **make.keywords}
     kwargs.pop("fused")
     torchs = functools.partial(AdamW if adam_w_mode else Adam, **kwargs)
@@ -518,40 +347,5 @@ def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: 
     assert_close(found, single, rtol=4e-6, atol=4e-6)
     error, torch_error = (found - exact).abs(), (single - exact).abs()
     ulp = torch.finfo(torch.float32).eps * exact.abs()
-    assert error.max() <= 1.5 * torch_error.max() + 2 * ulp.max()
     assert error.mean() <= 1.5 * torch_error.mean() + 0.5 * ulp.mean()
-    # Element by element as well, with the slack of the largest value.
     assert (error <= torch_error.max() * 1.5 + 2 * ulp).all()
-
-
-@every_configuration
-def test_non_finite_gradients_spread_as_with_adamw(make: Make, device: str) -> None:
-    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e30, 3e38], device=device)
-    params = make_params(device, shapes=[(7,)])
-    twins = copies(params)
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    optimizer, adamw = make(params), AdamW(twins, **kwargs)
-    for step in range(3):
-        params[0].grad = values if step == 0 else torch.ones_like(values)
-        twins[0].grad = params[0].grad.clone()
-        optimizer.step()
-        adamw.step()
-        assert_close(params[0], twins[0], equal_nan=True)
-
-
-@every_configuration
-@pytest.mark.parametrize("saved_with", ["fused", "foreach", "capturable"])
-def test_checkpoints_of_adamw_are_continued(make: Make, saved_with: str, device: str) -> None:
-    if saved_with == "capturable" and device == "cpu":
-        pytest.skip("needs a CUDA device")
-    kwargs = {name: value for name, value in make.keywords.items() if name != "fused"}
-    shapes = [(64, 33), (257,), ()]
-    adamw = AdamW(make_params(device, shapes=shapes), **kwargs, **{saved_with: True})
-    take_steps(adamw, 0, 1)
-    optimizer = make(copies(helpers.all_params(adamw)))
-    optimizer.load_state_dict(deepcopy(adamw.state_dict()))
-    for each in (adamw, optimizer):
-        take_steps(each, 2, 3)
-    params, twins = (helpers.all_params(each) for each in (optimizer, adamw))
-    assert_close(params, twins, rtol=2e-6, atol=2e-6)
-    assert all(optimizer.state[param]["step"].item() == 4 for param in params)
