@@ -32,7 +32,7 @@ ARGUMENTS = dict(
 
 def train(out, seed=0, resume=None, **options):
     torch.manual_seed(seed)
-    trainer = build_trainer(out, lr=1e-2, **ARGUMENTS, **options)
+    trainer = build_trainer(out, **ARGUMENTS | dict(learning_rate=1e-2) | options)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
@@ -89,6 +89,15 @@ def test_first_save_without_plain_state_dict_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(with_transformers, "use_plain_state_dict", lambda model: model)
     with pytest.raises(RuntimeError, match=r"call fp4adam.use_plain_state_dict\(model\) once"):
         train(tmp_path, bf16=False)
+
+
+def test_released_gradients_give_the_same_bits_or_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must not clip or accumulate .* got max_grad_norm=1\.0"):
+        train(tmp_path, release=True)
+    options = dict(max_steps=2, gradient_accumulation_steps=1, max_grad_norm=0.0)
+    runs = [train(tmp_path, release=release, **options) for release in (False, True)]
+    pair = [snapshot(run.optimizer.optimizer) for run in runs]
+    assert_identical(*({part: s[part] for part in ("params", "state")} for s in pair))
 
 
 @pytest.mark.skipif(not MODELS.is_file(), reason="there is no docs/ beside this copy of tests/")

@@ -195,22 +195,19 @@ class Other(Wrapper):
     """A class without an adapter."""
 
 
+V, T = ValueError, TypeError
 BAD = {
-    "number": (lambda w: (quantized(), w, w), ValueError, "one per copy, got 3 for 2"),
-    "double": (lambda w: (quantized(), w.double()), ValueError, "got a Tensor of torch.float64"),
-    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), ValueError, "float64"),
-    "quantized weight": (lambda w: (quantized(), quantized()), ValueError, "got a NVFP4Tensor"),
-    "plain copy": (lambda w: (w.clone(), w), ValueError, "must be whole quantized .* got a Tensor"),
-    "shape": (lambda w: (quantized((16, 96)), w), ValueError, r"\(32, 96\) on cpu, got \(16, 96\)"),
-    "device": (lambda w: (quantized(), w.to("meta")), ValueError, "on meta, got .* on cpu"),
-    "class": (
-        lambda w: (Other(SHAPE, w.dtype, data=w.detach()), w),
-        TypeError,
-        "have an adapter, got .*Other",
-    ),
+    "number": (lambda w: (quantized(), w, w), V, "one per copy, got 3 for 2"),
+    "double": (lambda w: (quantized(), w.double()), V, "got a Tensor of torch.float64"),
+    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), V, "float64"),
+    "quantized weight": (lambda w: (quantized(), quantized()), V, "got a NVFP4Tensor"),
+    "plain copy": (lambda w: (w.clone(), w), V, "must be whole quantized .* got a Tensor"),
+    "shape": (lambda w: (quantized((16, 96)), w), V, r"\(32, 96\) on cpu, got \(16, 96\)"),
+    "device": (lambda w: (quantized(), w.to("meta")), V, "on meta, got .* on cpu"),
+    "class": (lambda w: (Other(SHAPE, w.dtype, data=w), w), T, "have an adapter, got .*Other"),
     "format": (
         lambda w: (stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2"), w),
-        ValueError,
+        V,
         "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
     ),
 }

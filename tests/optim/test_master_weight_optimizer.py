@@ -286,13 +286,11 @@ def test_bad_steps_change_nothing(device: str) -> None:
     take_steps(optimizer, range(1))
     before = copy.deepcopy([param.detach() for param in params])
     set_grads(params, 1)
-    params[-1].grad = None
     params[0].grad = params[0].grad.to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step()
-    params[0].grad = None
-    params[2].grad, kept = None, params[2].data
-    params[2].data = torch.zeros(3, dtype=kept.dtype, device=device)
+    kept, params[2].data = params[2].data, torch.zeros(3, dtype=params[2].dtype, device=device)
+    params[0].grad = params[2].grad = None
     with pytest.raises(RuntimeError, match="the state must have the shape and device of its"):
         optimizer.step()
     params[2].data = kept
