@@ -33,7 +33,7 @@ RESUME += [
     "other_model",
     "step",
 ]
-BRIEF = ["step", "load_values", "step"]
+BRIEF = ["step", "gather", "load_values", "step"]
 
 
 def run_case(
@@ -152,6 +152,8 @@ TRAINED = [
     ),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
+    *((2, "sharded", f"{recipe}, codes", 256, 128) for recipe in FORMATS),
+    (2, "sharded", "nvfp4, fake", 256, 128),
     (2, "root, grouped", "nvfp4", 64, 32, "released, 8bit"),
     (2, "sharded, kept", "nvfp4", 64, 32, "released"),
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),

@@ -36,6 +36,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Recipe,
     check_shards,
     quantize_model,
 )
@@ -61,6 +62,11 @@ RECIPES = {
     "nvfp4-gemm": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8-rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8-gemm": MXFP8Quantizer(optimize_for_gemm=True),
+    "nvfp4, fake": Recipe("nvfp4", activations="fake"),
+    **{
+        f"{name}, codes": Recipe(name, activations=True, gradients=True, emulate=True)
+        for name in FORMATS
+    },
 }
 STATES: dict[str, dict[str, Any]] = {
     "": {},
@@ -128,6 +134,8 @@ def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
     for layer in (model[0], model[2]) if kind != "root" else ():
         if "recomputed" in variants:
             checkpoint(layer)
+        if "compiled" in variants:
+            layer.compile(backend="aot_eager")
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if "prefetched" in variants:
@@ -283,8 +291,12 @@ class Twin:
         return [[*model.parameters()][i % 3] for model in self.models]
 
     def step(self, grads: list[Tensor | None]) -> None:
+        shards = [*map(local, self.model.parameters())]
+        versions = [shard._version for shard in shards]
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             take_step(model, optimizer, grads)
+        for shard, version, grad in zip(shards, versions, grads, strict=True):
+            assert grad is None or shard._version > version  # which autograd sees
         self.check()
 
     @torch.no_grad()
@@ -357,6 +369,7 @@ def train(twin: Twin, seed: int) -> None:
     losses = []
     for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
         releases = model is twin.model and "released" in twin.states
+        torch.manual_seed(seed)  # NVFP4 rounds gradients at random
         for i, x in enumerate(batches.to(home(), twin.whole[0].bias.dtype)):
             # Gradients are added before they are reduced, or after that.
             later = i == 0 and seed % 2 == 0
