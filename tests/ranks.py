@@ -63,7 +63,6 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     timeout: float = 120.0,
-    survives: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank, with the default process group initialized.
 
@@ -73,7 +72,6 @@ def run_ranks(
         args: Anything that pickles.
         device: "cpu" (gloo), or "cuda" (NCCL), where rank i gets the device i.
         timeout: Seconds after which all ranks are killed; collectives are given half of them.
-        survives: A rank that dies without an exception has the result None.
 
     Returns:
         What each rank returned, tensors on the CPU. A test that a rank skips is skipped.
@@ -108,13 +106,10 @@ def run_ranks(
         stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
         if set(late) & set(missing):
             raise TimeoutError(f"ranks {missing} did not end within {timeout} s:\n{stacks}")
-        if missing and not survives:
+        if missing:
             died = {rank: codes[rank] for rank in missing}
             raise RankError(f"ranks died, with exit codes {died}:\n{stacks}")
-        return [
-            torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None
-            for path in results
-        ]
+        return [torch.load(path, weights_only=False, map_location="cpu") for path in results]
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Calls as Megatron's distributed optimizer makes them, with the names that it imports."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from fp4adam.fp4_utils import cast_master_weights_to_nvfp4
 from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor
+from helpers import assert_identical
 from ranks import run_ranks
 from te_stand_ins import te_bytes, te_tensor
 
@@ -162,20 +164,14 @@ def gathered_codes(param: Tensor) -> list[Tensor]:
     return [param._rowwise_data] + is_mxfp8 * [param._columnwise_data]
 
 
-def buffers(param: Tensor) -> dict[str, Tensor]:
-    """All inner tensors that are valid, by name."""
-    if not is_foreign(param):
-        return param.storage_tensors()
-    found = te_bytes(param)
+def buffers(param: Tensor, manual: bool = True) -> dict[str, Tensor]:
+    """All inner tensors that are valid, by name; else without those that are dropped."""
+    found = te_bytes(param) if is_foreign(param) else param.storage_tensors()
     if getattr(param, "_transpose_invalid", False):
         found.pop("_transpose")
-    return found
-
-
-def is_derived(param: Tensor, name: str) -> bool:
-    """Whether an inner tensor is dropped before the codes are gathered."""
-    columnwise = name == "_transpose" or name.startswith("_columnwise")
-    return columnwise and type(param).__name__ != "MXFP8Tensor"
+    keeps = manual or type(param).__name__ == "MXFP8Tensor"
+    names = [n for n in found if keeps or not n.startswith(("_transpose", "_columnwise"))]
+    return {name: found[name] for name in names}
 
 
 def train_sharded(rank: int, iterations: int, manual: bool, te: bool) -> tuple[list, list]:
@@ -213,13 +209,8 @@ def test_two_ranks_train_as_one_process_bit_for_bit(iterations, manual, te):
     assert sum(losses[-10:]) < sum(losses[:10])
     for of_rank, weights in run_ranks(train_sharded, 2, iterations, manual, te):
         assert of_rank == losses
-        for param, tensors in zip(model.weights, weights, strict=True):
-            expected = buffers(param)
-            if not manual:
-                expected = {n: x for n, x in expected.items() if not is_derived(param, n)}
-            assert tensors.keys() == expected.keys()
-            for name, inner in expected.items():
-                assert torch.equal(tensors[name], inner), name
+        expected = [buffers(param, manual) for param in model.weights]
+        assert_identical(weights, expected)
 
 
 def test_stacks_are_moved_with_their_slices():
@@ -242,17 +233,13 @@ def test_stacks_are_moved_with_their_slices():
         fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
 
 
+CONFIG = dict(fp4="e2m1", fp4_param=True, fp4_recipe="nvfp4", num_layers=4)
+CONFIG |= dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1)
+CONFIG |= dict(num_layers_at_end_in_bf16=1)
+
+
 def config(**changes):
-    values = dict(
-        fp4="e2m1",
-        fp4_param=True,
-        fp4_recipe="nvfp4",
-        num_layers=4,
-        first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=1,
-        num_layers_at_end_in_bf16=1,
-    )
-    return SimpleNamespace(**{**values, **changes})
+    return SimpleNamespace(**CONFIG | changes)
 
 
 def test_layers_are_built_in_the_context_of_their_place():
@@ -273,13 +260,9 @@ def test_layers_are_built_in_the_context_of_their_place():
 
 
 def test_flags_say_what_is_there():
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        assert not fp4_utils.HAVE_TE
-    else:
-        assert fp4_utils.HAVE_TE
+    assert (importlib.util.find_spec("transformer_engine") is not None) == fp4_utils.HAVE_TE
     assert fp4_utils.HAVE_TE_FP4_TENSOR_CLASS and fp4_utils.FP4_TENSOR_CLASS is NVFP4Tensor
+    assert fp4_utils.get_fp4_align_size() == 128
 
 
 def test_transformer_engines_nvfp4_tensors_are_known_by_name():

@@ -20,7 +20,7 @@ LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
 # Remainders of shards that are moved and reloaded before a step restart where a shard is shorter.
-LEFT_OUT |= {"int8": ("load_whole", "reload")}
+LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole", "reload")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
 RESUME += [
@@ -47,7 +47,8 @@ def run_case(
     **options: Any,
 ) -> None:
     where = f"{layout}, {recipe} [{rows}, {cols}], {states}"
-    left_out = {call for key in (recipe, *states.split(", ")) for call in LEFT_OUT.get(key, ())}
+    keys = recipe, *states.split(", "), *layout.split(", ")
+    left_out = {call for key in keys for call in LEFT_OUT.get(key, ())}
     calls = [call for call in calls if call not in left_out]
     with offload_to(LateLink(), 12 * 16 * 32):
         run_calls(Twin(layout, recipe, rows, cols, states, **options), calls, where)
@@ -152,6 +153,11 @@ TRAINED = [
     ),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
+    *((2, "ddp", recipe, 64, 32) for recipe in FORMATS),
+    (2, "ddp", None, 64, 32),
+    *((2, f"ddp, {variant}", "nvfp4", 64, 32) for variant in ("static", "views", "zero")),
+    *((2, layout, "nvfp4", 64, 32, "8bit") for layout in ("ddp", "replicated")),
+    *((4, layout, "mxfp8", 64, 32) for layout in ("ddp, zero", "replicated")),
     *((2, "sharded", f"{recipe}, codes", 256, 128) for recipe in FORMATS),
     (2, "sharded", "nvfp4, fake", 256, 128),
     (2, "root, grouped", "nvfp4", 64, 32, "released, 8bit"),
