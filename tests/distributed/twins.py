@@ -449,11 +449,11 @@ def fill(twin: Twin, seed: int) -> None:
 
 @torch.no_grad()
 def overwrite_elsewhere(twin: Twin, seed: int) -> None:
-    """All but the last rank write the values that they have, after which masters would go on."""
+    """Some ranks write the values that they have, after which masters would go on."""
     whole, param = twin.params(seed)
     old = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole.detach().clone()
     value = part(param, old)
-    if is_last(param):
+    if writes(param):
         local(value).copy_(part_for(param, _random(twin, seed, seed)))
     param.copy_(value)
     whole.copy_(full(value))
@@ -461,21 +461,21 @@ def overwrite_elsewhere(twin: Twin, seed: int) -> None:
         optimizer.reset_master_weights()
 
 
-def is_last(param: Tensor) -> bool:
-    """Whether no rank has a later part; replicas of that have it, too."""
+def writes(param: Tensor) -> bool:
+    """Whether this rank is one of those that write to its part; replicas of a part are alike."""
     dims = sharded_dims(param)
-    return all(param.device_mesh.get_local_rank(d) == param.device_mesh.size(d) - 1 for d in dims)
+    return not dims or sum(map(param.device_mesh.get_local_rank, dims)) % 2 == 1
 
 
 @torch.no_grad()
 def write_states(twin: Twin, seed: int) -> None:
-    """The last rank writes a moment."""
+    """Some ranks write to a moment."""
     params = twin.params(0)
     of_whole, moment = (
         optimizer.state[param]["exp_avg"]
         for optimizer, param in zip(twin.optimizers, params, strict=True)
     )
-    if is_last(params[1]):
+    if writes(params[1]):
         local(moment).mul_(0.5)
     of_whole.copy_(full(moment.to(home())))
 
