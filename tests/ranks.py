@@ -77,7 +77,7 @@ def run_ranks(
         What each rank returned, tensors on the CPU. A test that a rank skips is skipped.
 
     Raises:
-        RankError: If a rank raised.
+        RankError: If a rank raised, or died.
         TimeoutError: If one did not end in time.
     """
     servers = _servers(min(world_size, len(_HASH_SEEDS)))
@@ -142,17 +142,18 @@ def _run_each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ..
         raise skipped[0]
 
 
-def by_world_size(quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()) -> list[Any]:
-    """Parameters ``world_size, cases`` for :func:`run_cases`, of cases that begin with the size."""
+def by_world_size(
+    function: Callable[..., Any], quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()
+) -> list[Any]:
+    """Arguments for :func:`run_cases`, of cases that begin with the number of ranks."""
     params = []
     for group, marks in ((quick, ()), (exhaustive, pytest.mark.exhaustive)):
         cases: dict[int, list[tuple]] = {}
         for world_size, *case in group:
             cases.setdefault(world_size, []).append(tuple(case))
-        params += [
-            pytest.param(n, each, marks=marks, id=f"{n} ranks{', more' * bool(marks)}")
-            for n, each in sorted(cases.items())
-        ]
+        for n, each in sorted(cases.items()):
+            name = f"{function.__name__}, {n} ranks{', more' * bool(marks)}"
+            params.append(pytest.param(function, n, each, marks=marks, id=name))
     return params
 
 

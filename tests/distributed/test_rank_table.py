@@ -1,5 +1,6 @@
 """Format x cut, whole and empty shards x states x calls: the bits of one process on any ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +24,7 @@ LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_st
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole", "reload")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
-RESUME += [
-    "load_values",
-    "as it is",
-    "step",
-    "model_last",
-    "step",
-    "model_last",
-    "other_model",
-    "step",
-]
+RESUME += ["load_values", "as it is", "step", *["model_last", "step"] * 2, "other_model", "step"]
 BRIEF = ["step", "gather", "load_values", "step"]
 
 
@@ -108,12 +100,6 @@ MORE_ROWS = [
 ]
 
 
-@pytest.mark.table
-@pytest.mark.parametrize("world_size, cases", by_world_size(ROWS, MORE_ROWS))
-def test_ranks_have_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_case, world_size, cases)
-
-
 KERNELS = [
     (3, "root", "nvfp4", 64, 32),
     (2, "root", "mxfp8", 64, 32),
@@ -136,21 +122,12 @@ MORE_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("world_size, cases", by_world_size(KERNELS, MORE_KERNELS))
-def test_kernels_have_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_by_kernels, world_size, cases)
-
-
 VARIANTS = ["", ", kept", ", offloaded", ", meta", ", bfloat16"]
 MORE_VARIANTS = [", prefetched", ", recomputed"]
 TRAINED = [
     *((2, f"sharded{variant}", "nvfp4", 256, 32) for variant in VARIANTS),
     *((2, f"sharded{variant}", "float8block", 48, 32) for variant in VARIANTS),  # cut blocks
-    *(
-        (4, "hybrid", recipe, 64, 32, s)
-        for recipe in ("nvfp4", "float8block")
-        for s in ("", "int8")
-    ),
+    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "int8")),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
     *((2, "ddp", recipe, 64, 32) for recipe in FORMATS),
@@ -176,12 +153,6 @@ MORE_TRAINED = [
 ]
 
 
-@pytest.mark.table
-@pytest.mark.parametrize("world_size, cases", by_world_size(TRAINED, MORE_TRAINED))
-def test_training_has_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_training, world_size, cases)
-
-
 # The functions of torch.distributed.checkpoint.state_dict, and those of models and optimizers.
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
@@ -196,16 +167,25 @@ MORE_RESUMED = [
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),
     *((2, "parallel", recipe, 256, 64) for recipe in FORMATS if recipe != "mxfp8"),
-    *(
-        (2, "root", "float8block", 64, 32, s)
-        for s in ("8bit", "fp8", "fp16 masters", "any optimizer")
-    ),
+    *((2, "root", "float8block", 64, 32, s) for s in ("8bit", "fp8", "fp16 masters")),
+    (2, "root", "float8block", 64, 32, "any optimizer"),
 ]
 
 
-@pytest.mark.parametrize("world_size, cases", by_world_size(RESUMED, MORE_RESUMED))
-def test_every_way_of_moving_states_keeps_the_bits(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_transfers, world_size, cases)
+@pytest.mark.table
+@pytest.mark.parametrize(
+    "function, world_size, cases",
+    [
+        *by_world_size(run_case, ROWS, MORE_ROWS),
+        *by_world_size(run_by_kernels, KERNELS, MORE_KERNELS),
+        *by_world_size(run_training, TRAINED, MORE_TRAINED),
+        *by_world_size(run_transfers, RESUMED, MORE_RESUMED),
+    ],
+)
+def test_ranks_have_the_bits_of_one_process(
+    function: Callable[..., None], world_size: int, cases: list[tuple]
+) -> None:
+    run_cases(function, world_size, cases)
 
 
 # Random programs

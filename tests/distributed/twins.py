@@ -244,14 +244,9 @@ def zero_redundancy_optimizer() -> type[Optimizer]:
 
 
 class Twin:
-    """A model in one process and over ranks, each with its optimizer.
+    """A model in one process and over ranks, in a layout, each with its optimizer.
 
-    Args:
-        layout: As for :func:`distribute`.
-        recipe: A format, maybe one of ``RECIPES``.
-        rows, cols: The shape of the first weight.
-        states: Some of ``STATES``, by commas.
-        options: For :func:`build`.
+    ``states`` are some of ``STATES``, by commas.
     """
 
     def __init__(
