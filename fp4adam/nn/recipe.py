@@ -81,10 +81,10 @@ class Recipe:
             )
         weights = resolve_recipe(self.weights, columnwise=self.gradients)
         if (self.activations or self.gradients) and type(weights) not in FORMATS:
-            names = ", ".join(quantizer.__name__ for quantizer in FORMATS)
+            names = ", ".join(name for name, each in RECIPES.items() if type(each) in FORMATS)
             raise ValueError(
-                "activations and gradients must be False unless weights are of "
-                f"{names}, got {weights}; quantize the weights alone"
+                f"activations and gradients must be False unless weights are of {names}, got "
+                f"{weights}; quantize the weights alone"
             )
         if self.activations == "fake":
             for name in ("gradients", "emulate"):

@@ -74,7 +74,7 @@ class FusedAdam(Optimizer):
             of lists of parameters or names, or a rule such as :func:`hf_scale_groups`. Names and
             rules need ``params=model.named_parameters()``. None keeps the groups made by
             ``quantize_model(..., scale_groups=...)``; () means no groups.
-        set_grad_none: Deprecated, as in Transformer Engine: what :meth:`zero_grad` does by default.
+        set_grad_none: Transformer Engine's: what :meth:`zero_grad` does by default.
         foreach: Accepted for compatibility; updates are always batched.
         capturable: Keep step counts and learning rates on the GPU, so that a CUDA graph can record
             ``step()``.
@@ -138,12 +138,6 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad, offload_states=offload_states,
             quantize_from=quantize_from, set_grad_none=set_grad_none,
         )  # fmt: skip
-        if set_grad_none is not None:
-            warnings.warn(
-                "set_grad_none is deprecated; call zero_grad(set_to_none=...)",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         _join_flags(defaults)
         defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.distributed.shards import settle_written, sharded_weights
 from fp4adam.formats.scale_groups import ScaleGroup
@@ -236,6 +235,7 @@ class MasterWeightOptimizer(Optimizer):
         name, params = type(self).__name__, self._params()
         checks.check_distinct(params)
         with torch._C.DisableTorchFunctionSubclass():
+            self._targets.keep_only(params)
             for param in params:
                 if param.grad is not None:
                     checks.check_gradient(name, param, local(param.grad))
@@ -273,13 +273,8 @@ class MasterWeightOptimizer(Optimizer):
             borrowed = [each.borrowed for each in targets if each.borrowed is not None]
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
-            cast(
-                [each.param for each in quantized],
-                [local(self.state[each.owner][MASTER]) for each in quantized],
-                [each.write_dtype for each in quantized],
-                [each.shard_infos() for each in quantized],
-                [each.scales for each in quantized],
-            )
+            masters = [local(self.state[each.owner][MASTER]) for each in quantized]
+            master_weights.quantize(quantized, masters, [each.param for each in quantized])
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
@@ -310,13 +305,10 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = {
-                each.owner: each
-                for each in master_weights.find_stale(self._with_masters(), self.state)
-            }
+            stale = master_weights.find_stale(self._with_masters(), self.state)
             for param, key in saving.saved_keys(self.param_groups, state_dict):
-                if param in stale:
-                    value = like(param, stale[param].value())
+                if (target := self._targets[param]) in stale:
+                    value = like(param, target.value())
                     state_dict["state"][key] = {**state_dict["state"][key], MASTER: value}
         return state_dict
 
@@ -349,8 +341,7 @@ class MasterWeightOptimizer(Optimizer):
             states[key] = {name: _own_part(param, value) for name, value in states[key].items()}
             loaded[self._targets[param]] = states[key].pop(MASTER, None)
         masters = self._new_masters(target.owner for target in loaded)
-        with_masters = []
-        n_other = 0
+        with_masters, n_other = [], 0
         for target, value in loaded.items():
             if value is not None and target.master.name:
                 masters[target.owner] = value.to(target.param.device, torch.float32)
@@ -370,9 +361,8 @@ class MasterWeightOptimizer(Optimizer):
             raise
         self._leave()
         for peers in master_weights.together(with_masters):
-            n_other += master_weights.adopt(
-                peers, [self.state[target.owner] for target in peers]
-            ).count(False)
+            own_states = [self.state[target.owner] for target in peers]
+            n_other += master_weights.adopt(peers, own_states).count(False)
         master_weights.warn_of_loaded(n_other, 0)
 
 

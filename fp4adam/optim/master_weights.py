@@ -81,6 +81,12 @@ def together(targets: Iterable[Target]) -> list[list[Target]]:
     return [*found.values()]
 
 
+def quantize(targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    """Quantize FP32 masters of targets to these tensors; every rank has to call it."""
+    dtypes, infos = [p.write_dtype for p in targets], [p.shard_infos() for p in targets]
+    cast(to, masters, dtypes, infos, [p.scales for p in targets])
+
+
 def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
     """Decide which loaded masters in ``states`` stand; every rank has to call it.
 
@@ -106,13 +112,8 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
         # If the model is loaded later, plain values of these masters get their bytes.
         written = [p.param.twin() for p in peers]
     if give_bytes and not have_bytes and all(stand) or written[0] is not peers[0].param:
-        cast(
-            written,
-            [p.master.read(state) for p, state in zip(peers, states, strict=True)],
-            [p.write_dtype for p in peers],
-            [p.shard_infos() for p in peers],
-            [p.scales for p in peers],
-        )
+        masters = [p.master.read(state) for p, state in zip(peers, states, strict=True)]
+        quantize(peers, masters, written)
     for p, stands, tensor in zip(peers, stand, written, strict=True):
         if stands:
             p.free_initial_value()

@@ -53,13 +53,12 @@ def strategy(owner: Tensor, param: Tensor, options: Options) -> "NoMaster":
     """How the master of a parameter is stored; ``param``: its local tensor."""
     codec = options.codecs(param.dtype)[MASTER]
     if isinstance(param, QuantizedTensor):
-        if options.master_weights:
-            return (
-                CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
-            )
-    elif param.dtype == torch.bfloat16 and options.store_param_remainders:
+        if not options.master_weights:
+            return NoMaster(owner, param)
+        return CodeRemainder(owner, param) if codec is INT8 else WholeMaster(owner, param, codec)
+    if param.dtype == torch.bfloat16 and options.store_param_remainders:
         return HighHalf(owner, param)
-    elif param.dtype in (torch.bfloat16, torch.float16) and options.master_weights:
+    if param.dtype in (torch.bfloat16, torch.float16) and options.master_weights:
         # int8 masters are of quantized weights.
         return WholeMaster(owner, param, FLOAT32 if codec is INT8 else codec)
     return NoMaster(owner, param)
@@ -186,6 +185,12 @@ class CodeRemainder(WholeMaster):
 
     def __init__(self, owner: Tensor, param: QuantizedTensor) -> None:
         super().__init__(owner, param, INT8)
+        code = param.quantizer.layout.code_type
+        if code.bits != 8 and code.name != "e2m1":
+            raise ValueError(
+                f"master_weight_dtype must not be int8 for codes of {code.name}, whose gaps may "
+                "not be those of a float: it takes E2M1 and codes of 8 bits; pass torch.float16"
+            )
 
     def read(self, state: State) -> Tensor | None:
         if not self.is_stored(state):

@@ -43,8 +43,8 @@ def units(param: QuantizedTensor) -> Tensor:
     """The units of the remainders of a weight, float32 in its shape."""
     part, layout = rows.own_blocks(param), param.quantizer.layout
     powers = _decoded(param, _powers(part.inner, layout))
-    is_mxfp4 = layout.code_type.name == "e2m1" and layout.scale_type == "e8m0"
-    if is_mxfp4 and layout.scale_rule.rounding == 0:  # 6 stands for magnitudes up to 8
+    kind = layout.code_type.bits, layout.scale_type, layout.scale_rule.rounding
+    if kind == (4, "e8m0", 0):  # in MXFP4, 6 stands for magnitudes up to 8
         powers += _decoded(param, _largest(part.inner, layout))
     return powers.mul_(1 / (UNITS_PER_GAP * layout.code_type.per_power))
 
@@ -69,8 +69,9 @@ def _decoded(param: QuantizedTensor, tensors: Storage) -> Tensor:
 def _powers(tensors: Storage, layout: Layout) -> Storage:
     usage = layout.kept[0]
     codes = getattr(tensors, f"{usage}_data")
-    if layout.code_type.name == "e4m3":
-        return tensors.exchange(**{f"{usage}_data": (codes & 0x78).clamp_(min=0x08)})
+    if layout.code_type.bits == 8:
+        least = layout.code_type.per_power
+        return tensors.exchange(**{f"{usage}_data": (codes & 0x80 - least).clamp_(min=least)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
     is_zero = ((exponents >> 1) | (exponents >> 2)).bitwise_and_(0x11) ^ 0x11

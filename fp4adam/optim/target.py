@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import (
-    dtensor_class,
     first_element,
     is_dtensor,
     like,
@@ -25,6 +24,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars, adam_
+from fp4adam.optim.checks import is_quantized
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import split_off
@@ -44,6 +44,7 @@ from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.rows import is_whole_blocks, matrix_shape
+from fp4adam.tensors.storage import SharedStorage
 
 # In bytes, for the kernels' vector accesses. torch's allocators align to more; views into flat
 # buffers may not.
@@ -426,6 +427,10 @@ class QuantizedTarget(Target):
     def write(self, master: Tensor) -> None:
         self.param._write(master.to(self.write_dtype), by_step=True)
 
+    def has_left(self, shared: SharedStorage) -> bool:
+        """True if a storage is as a step has left it, or the state that was loaded for it."""
+        return self.param._shared is shared and (self.mark is None or self.is_unwritten())
+
     def record(self) -> None:
         self._tell_weight()
         self.param._shared.left = None
@@ -497,9 +502,7 @@ class BorrowedTarget(Target):
 
 def is_own_master(owner: Tensor) -> bool:
     """Whether a parameter is a plain FP32 one, which is stepped itself."""
-    own = local(owner)
-    is_plain = not isinstance(own, QuantizedTensor) and not is_foreign(own)
-    return is_plain and own.dtype == torch.float32
+    return owner.dtype == torch.float32 and not is_quantized(owner)
 
 
 class Targets:
@@ -533,6 +536,13 @@ class Targets:
 
     def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
+        has_new, was_quantized = {*owners} - {*self._known}, any(map(is_quantized, self._known))
+        if has_new and was_quantized and not any(map(is_quantized, owners)):
+            raise RuntimeError(
+                "quantized parameters must stay in their groups, got plain ones in the place of "
+                "all of them, as from DeepSpeed, which decodes weights to flat memory; use "
+                "fully_shard, or create a new optimizer if that is intended"
+            )
         self.places = {owner: i for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
 
@@ -551,8 +561,7 @@ class Targets:
         read: ReadGrad = attrgetter("grad")
         if self.options.use_decoupled_grad:
             read = lambda owner: getattr(owner, "decoupled_grad", None)  # noqa: E731
-        kind = dtensor_class()
-        if any(isinstance(owner, kind) for owner in owners):
+        if any(map(is_dtensor, owners)):
             return lambda owner: local(read(owner))
         return read
 

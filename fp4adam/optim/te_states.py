@@ -1,8 +1,4 @@
-"""Optimizer states by name, as Transformer Engine's ``FusedAdam`` reads and writes them.
-
-Its accessors exchange local FP32 tensors: ``exp_avg``, ``exp_avg_sq`` and ``master_param``, or the
-int16 remainder in place of the last.
-"""
+"""Optimizer states by name, as Transformer Engine's ``FusedAdam`` reads and writes them."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ SCALE_DTYPES = {"e4m3": torch.uint8, "e8m0": torch.uint8, "float32": torch.float
 
 
 class CodeType(NamedTuple):
-    """A number format of codes: a sign, an exponent and a mantissa."""
+    """A number format of codes: a sign, which is the highest bit, an exponent and a mantissa."""
 
     name: str  # what kernels know it by, if they do
     bits: int  # of a code

@@ -202,8 +202,9 @@ class QuantizedTensor(TensorNames, torch.Tensor):
     def _keep_left(self) -> None:
         """Keep what a step has left, before other code writes."""
         shared = self._shared
-        is_stepped = shared.stepped_by and self._high_precision_init_val is None
-        if is_stepped and shared.left is None and not self.is_meta:
+        targets = shared.stepped_by if self._high_precision_init_val is None else None
+        is_left = targets and all(t.has_left(shared) for t in targets)
+        if is_left and shared.left is None and not self.is_meta:
             shared.left = rows.every_row(self).twin()
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:
@@ -348,6 +349,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         changes = {"pending": None if pending is None else fn(pending)}
         if keeps_init_val:
             changes["init_val"] = self._shared.init_val if kept is None else fn(kept)
+            changes["stepped_by"] = self._shared.stepped_by  # whatever is written there next
         new = source._shared.on(source.inner.map(fn), **changes)
         return type(self)(tuple(self.shape), dtype or self.dtype, source.quantizer, new)
 

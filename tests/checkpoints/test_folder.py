@@ -95,12 +95,12 @@ def test_links_mount_points_and_parents(tmp_path, monkeypatch):
     (tmp_path / "mount").mkdir()
     made = []
 
-    def mkdir(path: Any, *args: Any) -> None:
-        made.append(Path(path))
-        make(path, *args)
+    def mkdir(path: Path, *args: Any, **options: Any) -> None:
+        made.append(path)
+        make(path, *args, **options)
 
-    make = os.mkdir
-    monkeypatch.setattr(os, "mkdir", mkdir)
+    make = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", mkdir)
     export_checkpoint(model, tmp_path / "mount")
     # Another file system than its parent, which may be read-only.
     assert made and all(path.is_relative_to(tmp_path / "mount") for path in made)

@@ -74,6 +74,18 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(N_PROMPTS, 64).long()
 
 
+def train(model: Any, optimizer: Any, lines: Tensor, steps: int, schedule: Any = None) -> Tensor:
+    """Steps on the same lines; the last loss."""
+    for _ in range(steps):
+        loss = model(lines, labels=lines).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+    return loss.detach()
+
+
 @functools.cache
 def trained(name: str, weight_format: str) -> PreTrainedModel:
     """A quantized model that is sure of how each line goes on."""
@@ -84,13 +96,7 @@ def trained(name: str, weight_format: str) -> PreTrainedModel:
     quantize_model(model, weight_format, scale_groups=hf_scale_groups, **alone)
     optimizer = FP4Adam(model.named_parameters(), lr=3e-3, scale_groups=hf_scale_groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, STEPS)
-    for _ in range(STEPS):
-        loss = model(text(), labels=text()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    assert loss < 0.2
+    assert train(model, optimizer, text(), STEPS, schedule) < 0.2
     return model.eval()
 
 

@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve_with_vllm import replace_products  # sets vLLM's environment, before it is imported
+# Sets vLLM's environment, before it is imported.
+from serve_with_vllm import answer, replace_products, serve
 
 import models  # isort: skip
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, __version__
+from vllm import LLM, __version__
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
@@ -85,51 +86,26 @@ def replace_transport() -> None:
     torch.accelerator.synchronize = lambda *args: None
 
 
-def train(model: Any, optimizer: Any, lines: Tensor, steps: int) -> None:
-    for _ in range(steps):
-        model(lines, labels=lines).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def serve(folder: str, backend: str) -> LLM:
-    return LLM(
-        folder,
-        dtype="bfloat16",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        weight_transfer_config=WeightTransferConfig(backend=backend),
-    )
-
-
 def written(engine: LLM) -> list[list[int]]:
-    sampling = SamplingParams(
-        temperature=0, max_tokens=models.WRITTEN, ignore_eos=True, detokenize=False
-    )
-    prompts = [{"prompt_token_ids": p} for p in models.text()[:, : models.PROMPT].tolist()]
-    answers = engine.generate(prompts, sampling, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    prompts = models.text()[:, : models.PROMPT].tolist()
+    return [list(one.token_ids) for one in answer(engine, prompts, models.WRITTEN)]
 
 
 def has_weights_of(engine: LLM, model: Any) -> bool:
     """Whether all quantized layers of the engine have the values that were trained."""
-    (decoded,) = engine.apply_model(
-        lambda module: {n: layer.decoded for n, layer in module.named_modules() if _is_ours(layer)}
-    )
-    values = models.quantized_weights(model)
+
+    def decoded_in(module: torch.nn.Module) -> dict[str, Tensor]:
+        found = {name: getattr(layer, "decoded", None) for name, layer in module.named_modules()}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    (decoded,) = engine.apply_model(decoded_in)
     expected: dict[str, list[Tensor]] = {}
-    for name, value in values.items():
+    for name, value in models.quantized_weights(model).items():
         whole = fp4adam.hf_scale_groups(name) or name.removesuffix(".weight")
         expected.setdefault(whole, []).append(value)
     return decoded.keys() == expected.keys() and all(
         torch.equal(decoded[name], torch.cat(parts)) for name, parts in expected.items()
     )
-
-
-def _is_ours(layer: Any) -> bool:
-    return isinstance(getattr(layer, "decoded", None), Tensor)
 
 
 def main() -> None:
@@ -143,25 +119,24 @@ def main() -> None:
     model = fp4adam.quantize_model(models.build("Llama", weight_format), weight_format, **groups)
     optimizer = fp4adam.FP4Adam(model.named_parameters(), lr=3e-3, **groups)
     layout, lines = LAYOUTS[weight_format], models.text()
-    train(model, optimizer, lines, 40)
+    models.train(model, optimizer, lines, 40)
     model.eval()
     fp4adam.export_checkpoint(model, folder, layout)
     result: dict[str, Any] = {"version": __version__, "trained": models.greedy(model)}
     place = dict(rank=0, master_address="127.0.0.1", master_port=1, world_size=2)
+    backend, source = vllm_transfer.BACKEND, None
+    info = vllm_transfer.TrainerInfo(**place)
     if way == "dense":
-        engine = serve(folder, "nccl")
+        backend, source = "nccl", vllm_transfer.TrainedSource(model, layout)
         info = nccl_engine.NCCLTrainerInitInfo(**place, packed=False)
-        source = vllm_transfer.TrainedSource(model, layout)
-    else:
-        engine, source = serve(folder, vllm_transfer.BACKEND), None
-        info = vllm_transfer.TrainerInfo(**place)
+    engine = serve(folder, weight_transfer_config=WeightTransferConfig(backend=backend))
     result["served"] = written(engine)
     result["is_equal"] = has_weights_of(engine, model)
     sender = fp4adam.WeightSender(model, layout)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=Client(engine), source=source)
     result["steps"] = []
     for step in range(3):
-        train(model, optimizer, lines.flip(1), 20 if step == 0 else 1)
+        models.train(model, optimizer, lines.flip(1), 20 if step == 0 else 1)
         if step == 2:
             sender.export_changes()  # an update that is lost on its way
         update = trainer.send_weights(*([sender] if source is None else []))

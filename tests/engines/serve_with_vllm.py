@@ -56,16 +56,29 @@ def blocks(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() * scale[..., : codes.shape[-2], : codes.shape[-1]]
 
 
-def nvfp4_layer(layer: Any) -> Tensor:
-    return nvfp4(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+def encoded(layer: Any, prefix: str, scale: str) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of a layer, or of its experts with ``prefix``, "w13_" or "w2_"."""
+    names = f"{prefix}weight", f"{prefix}weight_packed"
+    codes = next(getattr(layer, name) for name in names if hasattr(layer, name))
+    return codes.data, getattr(layer, prefix + scale).data
 
 
-def mxfp8_layer(layer: Any) -> Tensor:
-    return mxfp8(layer.weight.data, layer.weight_scale.data)
+def decode_nvfp4(layer: Any, prefix: str = "") -> Tensor:
+    if not prefix:
+        return nvfp4(*encoded(layer, "", "weight_scale"), layer.weight_global_scale.data)
+    if hasattr(layer, f"{prefix}weight_scale_2"):  # ModelOpt's
+        tensor_scale = of_experts(getattr(layer, f"{prefix}weight_scale_2"))
+    else:
+        tensor_scale = 1 / of_experts(getattr(layer, f"{prefix}weight_global_scale"))
+    return nvfp4(*encoded(layer, prefix, "weight_scale"), tensor_scale)
 
 
-def blocks_layer(layer: Any) -> Tensor:
-    return blocks(layer.weight.data, layer.weight_scale_inv.data)
+def decode_mxfp8(layer: Any, prefix: str = "") -> Tensor:
+    return mxfp8(*encoded(layer, prefix, "weight_scale"))
+
+
+def decode_blocks(layer: Any, prefix: str = "") -> Tensor:
+    return blocks(*encoded(layer, prefix, "weight_scale_inv"))
 
 
 def kernel(decode: Any) -> Any:
@@ -88,20 +101,16 @@ def kernel(decode: Any) -> Any:
 
 
 def replace_experts(module: Any, name: str, select: str, decode: Any) -> None:
-    """Have a method of vLLM for stacked experts decode its weights and multiply in BF16.
+    """Have ``module.name``, a method of vLLM for stacked experts, decode weights, multiply in BF16.
 
-    Args:
-        module: The module of the method.
-        name: The class of the method.
-        select: The function there that chooses a kernel.
-        decode: Takes the layer and ``"w13"`` or ``"w2"``, and returns the stack.
+    ``select`` is the function there that chooses a kernel.
     """
 
     class Experts:
         is_monolithic = staticmethod(lambda: False)
 
     def process(self: Any, layer: Any) -> None:
-        layer.decoded = [decode(layer, which).bfloat16() for which in ("w13", "w2")]
+        layer.decoded = [decode(layer, which).bfloat16() for which in ("w13_", "w2_")]
         DECODED.extend(tuple(stack.shape) for stack in layer.decoded)
 
     def apply(
@@ -130,58 +139,43 @@ def of_experts(scale: Any) -> Tensor:
     return scale[:, :1, None]
 
 
-def stand_in_for_experts() -> None:
-    """All methods for stacked experts."""
-    replace_experts(
-        compressed_tensors_moe_w4a4_nvfp4,
-        "CompressedTensorsW4A4Nvfp4MoEMethod",
-        "select_nvfp4_moe_backend",
-        lambda layer, w: nvfp4(
-            getattr(layer, f"{w}_weight_packed").data,
-            getattr(layer, f"{w}_weight_scale").data,
-            1 / of_experts(getattr(layer, f"{w}_weight_global_scale")),
-        ),
-    )
-    replace_experts(
-        modelopt,
-        "ModelOptNvFp4FusedMoE",
-        "select_nvfp4_moe_backend",
-        lambda layer, w: nvfp4(
-            getattr(layer, f"{w}_weight").data,
-            getattr(layer, f"{w}_weight_scale").data,
-            of_experts(getattr(layer, f"{w}_weight_scale_2")),
-        ),
-    )
-    for module, name in (
-        (compressed_tensors_moe_w8a8_mxfp8, "CompressedTensorsW8A8Mxfp8MoEMethod"),
-        (modelopt, "ModelOptMxFp8FusedMoE"),
-    ):
-        replace_experts(
-            module,
-            name,
-            "select_mxfp8_moe_backend",
-            lambda layer, w: mxfp8(
-                getattr(layer, f"{w}_weight").data, getattr(layer, f"{w}_weight_scale").data
-            ),
-        )
-    replace_experts(
-        fp8,
-        "Fp8MoEMethod",
-        "select_fp8_moe_backend",
-        lambda layer, w: blocks(
-            getattr(layer, f"{w}_weight").data, getattr(layer, f"{w}_weight_scale_inv").data
-        ),
-    )
-
-
 def replace_products() -> None:
     """Decode weights and multiply in BF16, wherever vLLM would choose a kernel."""
     for module in (modelopt, compressed_tensors_w4a4_nvfp4):
-        module.init_nvfp4_linear_kernel = kernel(nvfp4_layer)
+        module.init_nvfp4_linear_kernel = kernel(decode_nvfp4)
     for module in (modelopt, compressed_tensors_w8a8_mxfp8):
-        module.init_mxfp8_linear_kernel = kernel(mxfp8_layer)
-    fp8.init_fp8_linear_kernel = kernel(blocks_layer)
-    stand_in_for_experts()
+        module.init_mxfp8_linear_kernel = kernel(decode_mxfp8)
+    fp8.init_fp8_linear_kernel = kernel(decode_blocks)
+    of_nvfp4, of_mxfp8 = compressed_tensors_moe_w4a4_nvfp4, compressed_tensors_moe_w8a8_mxfp8
+    for module, name, weight_format, decode in (
+        (of_nvfp4, "CompressedTensorsW4A4Nvfp4MoEMethod", "nvfp4", decode_nvfp4),
+        (modelopt, "ModelOptNvFp4FusedMoE", "nvfp4", decode_nvfp4),
+        (of_mxfp8, "CompressedTensorsW8A8Mxfp8MoEMethod", "mxfp8", decode_mxfp8),
+        (modelopt, "ModelOptMxFp8FusedMoE", "mxfp8", decode_mxfp8),
+        (fp8, "Fp8MoEMethod", "fp8", decode_blocks),
+    ):
+        replace_experts(module, name, f"select_{weight_format}_moe_backend", decode)
+
+
+def serve(folder: str, **options: Any) -> LLM:
+    return LLM(
+        folder,
+        dtype="bfloat16",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        **options,
+    )
+
+
+def answer(engine: LLM, prompts: list[list[int]], written: int, **options: Any) -> list[Any]:
+    """How the engine goes on after each prompt, greedily."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=written, ignore_eos=True, detokenize=False, **options
+    )
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [one.outputs[0] for one in engine.generate(given, sampling, use_tqdm=False)]
 
 
 def main() -> None:
@@ -189,30 +183,14 @@ def main() -> None:
     replace_products()
     request = json.load(sys.stdin)
     out, sys.stdout = sys.stdout, sys.stderr
-    engine = LLM(
-        sys.argv[1],
-        dtype="bfloat16",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        max_logprobs=request["vocabulary"],
-    )
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=request["written"],
-        logprobs=request["vocabulary"],
-        ignore_eos=True,
-        detokenize=False,
-    )
-    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
-    answers = [answer.outputs[0] for answer in engine.generate(prompts, sampling, use_tqdm=False)]
-    logs = [answer.logprobs[0] for answer in answers]
+    size = request["vocabulary"]
+    engine = serve(sys.argv[1], max_logprobs=size)
+    answers = answer(engine, request["prompts"], request["written"], logprobs=size)
     result = {
         "version": __version__,
         "decoded": DECODED,
-        "texts": [list(answer.token_ids) for answer in answers],
-        "logs": [[row[i].logprob for i in range(request["vocabulary"])] for row in logs],
+        "texts": [list(one.token_ids) for one in answers],
+        "logs": [[one.logprobs[0][i].logprob for i in range(size)] for one in answers],
     }
     json.dump(result, out)
 

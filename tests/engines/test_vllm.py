@@ -5,6 +5,7 @@ its own and runs as a program: serve_with_vllm.py says what is replaced.
 """
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -30,19 +31,24 @@ CASES = [
 ]
 
 
+def run(script: str, *args: object, timeout: int, **options: object) -> dict:
+    """What a program of this folder prints last, in vLLM's environment."""
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name(script), *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        **options,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("weight_format", ["nvfp4", "float8block"])
 @pytest.mark.parametrize("way", ["dense", "changes"])
 def test_vllm_takes_new_weights_while_it_runs(way, weight_format, tmp_path):
-    script = Path(__file__).with_name("refit_vllm.py")
-    done = subprocess.run(
-        [PYTHON, script, way, weight_format, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = run("refit_vllm.py", way, weight_format, tmp_path, timeout=900)
     assert answer["served"] == answer["trained"] and answer["is_equal"]
     for row in answer["steps"]:
         assert row["is_equal"] and row["text"] != answer["served"]
@@ -58,23 +64,11 @@ def test_vllm_serves_what_was_trained(name, weight_format, layout, tmp_path, rec
     export_checkpoint(model, tmp_path, layout)
     prompts = models.text()[:, : models.PROMPT].tolist()
     request = dict(prompts=prompts, written=models.WRITTEN, vocabulary=models.VOCABULARY)
-    script = Path(__file__).with_name("serve_with_vllm.py")
-    done = subprocess.run(
-        [PYTHON, script, tmp_path],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = run("serve_with_vllm.py", tmp_path, timeout=600, input=json.dumps(request))
     # q, k and v are one there, and so are gate and up.
     assert len(answer["decoded"]) == 4 * model.config.num_hidden_layers
     values = models.quantized_weights(model).values()
-    assert sum(map(torch.Size.numel, map(torch.Size, answer["decoded"]))) == sum(
-        value.numel() for value in values
-    )
+    assert sum(map(math.prod, answer["decoded"])) == sum(value.numel() for value in values)
     error, bf16 = models.errors(torch.tensor(answer["logs"]), model)
     assert error < 0.3, (error, bf16)  # both round every result to BF16
     assert answer["texts"] == models.greedy(model)

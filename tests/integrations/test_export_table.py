@@ -7,7 +7,7 @@ from pathlib import Path
 import export_table
 import pytest
 import transformers
-from export_table import ARCHITECTURES, LAYOUTS, RECORD
+from export_table import LAYOUTS, NAMES, RECORD
 
 RECORDED = json.loads(RECORD.read_text())
 IN_QUICK_RUN = ("Llama", "GPT-2")
@@ -19,7 +19,7 @@ IN_QUICK_RUN = ("Llama", "GPT-2")
     "name",
     [
         name if name in IN_QUICK_RUN else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in ARCHITECTURES
+        for name in NAMES
     ],
 )
 def test_cells_are_what_transformers_makes_of_the_files(name, recipe, layout):

@@ -42,15 +42,9 @@ def fit(precision="32-true", epochs=1, checkpoint=None, model=None, **options):
         options["plugins"] = MixedPrecision(precision, "cpu", scaler)
     else:
         options["precision"] = precision
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    hidden = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options |= dict.fromkeys(hidden, False)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=epochs, **options)
     loader = text_loader(4, rows=24)
     trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
     return model, trainer

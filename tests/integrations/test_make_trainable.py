@@ -20,6 +20,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from small_models import logits, make, train
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -27,25 +28,16 @@ from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 
 from fp4adam import (
     Float8BlockQuantizer,
-    FP4Adam,
     MXFP4Quantizer,
     QuantizedTensor,
-    Recipe,
     export_checkpoint,
     make_trainable,
-    quantize_model,
 )
 from helpers import assert_identical
 
@@ -56,18 +48,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:weights that are served as one matrix should have one amax"),
 ]
 
-SIZES = dict(
-    vocab_size=256,
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
-TOKENS = torch.arange(64).view(2, 32) * 7 % 256
 # Of transformers, and of compressed-tensors; NVFP4 has scales of activations as well.
 LAYOUTS = ["fp8", "fp8 ue8m0", "fp8 experts"]
 LAYOUTS += ["NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_BLOCK"]
@@ -79,29 +59,23 @@ def fp8_without_a_gpu(monkeypatch):
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
 
 
-def build(experts: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    if experts:
-        config = Qwen3MoeConfig(
-            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128
-        )
-        return Qwen3MoeForCausalLM(config).bfloat16()
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES)).bfloat16()
+def build(name: str = "Qwen3", recipe: Any = None, **options: Any) -> Any:
+    return make(name, recipe, torch.bfloat16, **options)
 
 
-def compress(model: nn.Module, scheme: str, folder: Path, **options: Any) -> None:
-    compressor = compress_in_memory(model, scheme, **options)
+def compress(model: nn.Module, scheme: str, folder: Path) -> None:
+    compressor = compress_in_memory(model, scheme)
     model.save_pretrained(folder)
     compressor.update_config(folder)
 
 
-def compress_in_memory(model: nn.Module, scheme: str, **options: Any) -> ModelCompressor:
+def compress_in_memory(model: nn.Module, scheme: str) -> ModelCompressor:
     """As llm-compressor does without data: scales from amaxes, then compressed-tensors' codes."""
     group = preset_name_to_scheme(scheme, ["Linear"])
     if scheme != "NVFP4":
         group = QuantizationScheme(targets=["Linear"], weights=group.weights)
     weights = group.weights
-    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"], **options)
+    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
     apply_quantization_config(model, config)
     for module in model.modules():
         if not hasattr(module, "quantization_scheme") or not isinstance(module, nn.Linear):
@@ -136,7 +110,7 @@ def folder(request, tmp_path_factory) -> Path:
     if method != "fp8":
         compress(build(), method, folder)
         return folder
-    build(kind == "experts").save_pretrained(folder / "plain")
+    build("Qwen3-MoE" if kind == "experts" else "Qwen3").save_pretrained(folder / "plain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
         config = FineGrainedFP8Config(scale_fmt="ue8m0" if kind == "ue8m0" else "float")
@@ -167,19 +141,6 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def train(model: nn.Module, steps: int, optimizer: FP4Adam | None = None) -> list[float]:
-    optimizer = optimizer or FP4Adam(model.parameters(), lr=1e-3)
-    model.train()
-    losses = []
-    for _ in range(steps):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def quantized_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
 
@@ -201,11 +162,10 @@ def test_load_train_export_and_load_again(folder, tmp_path):
     for name, param in quantized.items():
         expected = decoded.get_parameter(name)
         assert torch.equal(param.dequantize(torch.bfloat16), expected), name
-    with torch.no_grad():
-        assert torch.equal(model.eval()(TOKENS).logits, decoded(TOKENS).logits)
+    assert_identical(logits(model), logits(decoded))
     frozen = "model.layers.0.self_attn.o_proj"
     model.get_submodule(frozen).weight.requires_grad_(False)
-    losses = train(model, 5)
+    losses = train(model)
     assert losses[-1] < losses[0] - 0.5
     layout = config["quant_method"]
     if layout == "compressed-tensors" and "num_experts" in config:
@@ -221,20 +181,11 @@ def test_load_train_export_and_load_again(folder, tmp_path):
         torch.testing.assert_close(ours, theirs.view_as(ours), rtol=1e-6, atol=0)
 
 
-def test_a_recipe_for_matmuls(tmp_path):
-    export_checkpoint(quantize_model(build(), "float8block"), tmp_path, "fp8")
-    recipe = Recipe(Float8BlockQuantizer(), activations=True, gradients=True, emulate=True)
-    losses = train(make_trainable(load(tmp_path), recipe), 3)
-    assert losses[-1] < losses[0]
-    with pytest.raises(ValueError, match="quantizer must be a Float8BlockQuantizer"):
-        make_trainable(load(tmp_path), "mxfp8")
-
-
 @pytest.mark.filterwarnings("ignore:NVFP4 experts should be read")
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
 def test_experts_that_transformers_has_decoded(weight_format, tmp_path):
     """In NVFP4 without the scales of tensors."""
-    trained = quantize_model(build(experts=True), weight_format)
+    trained = build("Qwen3-MoE", weight_format)
     export_checkpoint(trained, tmp_path / "all")
     model = make_trainable(load(tmp_path / "all"))
     for name, param in quantized_of(trained).items():
@@ -243,7 +194,7 @@ def test_experts_that_transformers_has_decoded(weight_format, tmp_path):
 
 def test_the_cache_of_the_hub(tmp_path, monkeypatch):
     hub = tmp_path / "models--someone--small"
-    export_checkpoint(quantize_model(build(), "mxfp4"), hub / "snapshots" / "abc")
+    export_checkpoint(build(recipe="mxfp4"), hub / "snapshots" / "abc")
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -261,31 +212,15 @@ def test_the_cache_of_the_hub(tmp_path, monkeypatch):
     assert len(quantized_of(make_trainable(model, folder=hub / "snapshots" / "abc"))) == 14
 
 
-def test_adapters_beside_trainable_weights(tmp_path):
-    """PEFT takes the model as one in high precision, and freezes it."""
-    compress(build(), "MXFP4A16", tmp_path)
-    model = make_trainable(load(tmp_path))
-    before = state(model)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    losses = train(adapted, 4)
-    assert losses[-1] < losses[0]
-    assert_identical(state(adapted.unload()), before)
-    loaded = get_peft_model(load(tmp_path), LoraConfig(r=4, target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="must be without adapters .* add them afterwards"):
-        make_trainable(loaded)
-
-
 def test_shapes_and_ties_of_other_models(tmp_path):
     """Tied embeddings, biases, sides that are no multiples of blocks."""
     sizes = dict(hidden_size=192, intermediate_size=320, head_dim=40, attention_bias=True)
-    torch.manual_seed(0)
-    trained = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes, "tie_word_embeddings": True}))
-    quantize_model(trained.bfloat16(), "float8block")
+    trained = build(recipe="float8block", tie_word_embeddings=True, **sizes)
     export_checkpoint(trained, tmp_path / "hub", "fp8")
     model = make_trainable(load(tmp_path / "hub"), Float8BlockQuantizer(columnwise=False))
     assert_identical(state(model), state(trained))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    losses = train(model, 2)
+    losses = train(model, steps=2)
     assert losses[1] < losses[0]
 
 
@@ -306,16 +241,9 @@ def test_bytes_of_mxfp4_are_those_of_other_quantizers(rounding):
         assert torch.equal(ours.rowwise_data, layer[0].weight_packed)
 
 
-def gpt_oss() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
-    return GptOssForCausalLM(config).bfloat16()
-
-
 def test_gpt_oss(tmp_path):
     """Stacks [experts, in, out] in memory, [experts, out, in] in the checkpoint."""
-    plain = gpt_oss()
+    plain = build("gpt-oss", hidden_size=64, intermediate_size=96, head_dim=16)
     plain.save_pretrained(tmp_path / "hub")
     path = tmp_path / "hub/model.safetensors"
     tensors = load_file(path)
@@ -331,11 +259,10 @@ def test_gpt_oss(tmp_path):
     decoded = load(tmp_path / "hub")  # without a GPU
     decoded.set_experts_implementation("grouped_mm")
     model = make_trainable(load(tmp_path / "hub"))
-    with torch.no_grad():
-        assert torch.equal(model.eval()(TOKENS).logits, decoded.eval()(TOKENS).logits)
+    assert_identical(logits(model), logits(decoded))
     export_checkpoint(model, tmp_path / "same", "mxfp4")
     assert_identical(load_file(tmp_path / "same/model.safetensors"), tensors)
-    losses = train(model, 5)
+    losses = train(model)
     assert losses[-1] < losses[0] - 0.5
     export_checkpoint(model, tmp_path / "out", "mxfp4")
     again = load(tmp_path / "out")
@@ -344,8 +271,7 @@ def test_gpt_oss(tmp_path):
         own = getattr(experts, name).dequantize(torch.bfloat16).transpose(1, 2)
         assert torch.equal(getattr(again.model.layers[1].mlp.experts, name), own)
     with pytest.raises(ValueError, match="must be whole stacks of experts for layout 'mxfp4'"):
-        quantize_model(other := build(), "mxfp4")
-        export_checkpoint(other, tmp_path / "no", "mxfp4")
+        export_checkpoint(build(recipe="mxfp4"), tmp_path / "no", "mxfp4")
 
 
 def test_the_page_lists_what_is_tested():
@@ -363,23 +289,25 @@ def test_the_example(capsys, monkeypatch):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="must be an nn.Module"):
-        make_trainable("Qwen3")
-    with pytest.raises(ValueError, match="must be one of transformers .* got a Linear"):
-        make_trainable(nn.Linear(4, 4))
-    with pytest.raises(FileNotFoundError, match="pass folder="):
-        make_trainable(build())
     build().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="quant_method must be one of .* got None"):
-        make_trainable(load(tmp_path / "plain"))
     config = FineGrainedFP8Config(weight_block_size=(64, 64))
     load(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"in blocks of 128x128, got \(4, 6\)"):
-        make_trainable(load(tmp_path / "small"))
-    offloaded = load(tmp_path / "small")
-    offloaded.lm_head.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
-    with pytest.raises(ValueError, match=r"must be on one device .* got \['cpu', 'meta'\]"):
-        make_trainable(offloaded)
     compress(build(), "FP8", tmp_path / "by tensor")
-    with pytest.raises(ValueError, match=r"in blocks of 128x128, got \(1,\)"):
-        make_trainable(load(tmp_path / "by tensor"))
+    offloaded = load(tmp_path / "small")
+    offloaded.lm_head.weight = nn.Parameter(torch.empty(256, 128, device="meta"))
+    adapted = get_peft_model(load(tmp_path / "plain"), LoraConfig(target_modules=["lm_head"]))
+    export_checkpoint(build(recipe="float8block"), tmp_path / "blocks", "fp8")
+    with pytest.raises(ValueError, match="quantizer must be a Float8BlockQuantizer"):
+        make_trainable(load(tmp_path / "blocks"), "mxfp8")
+    for model, error, message in (
+        (adapted, ValueError, "must be without adapters .* add them afterwards"),
+        ("Qwen3", TypeError, "must be an nn.Module"),
+        (nn.Linear(4, 4), ValueError, "must be one of transformers .* got a Linear"),
+        (build(), FileNotFoundError, "pass folder="),
+        (load(tmp_path / "plain"), ValueError, "quant_method must be one of .* got None"),
+        (load(tmp_path / "small"), ValueError, r"in blocks of 128x128, got \(2, 4\)"),
+        (load(tmp_path / "by tensor"), ValueError, r"in blocks of 128x128, got \(1,\)"),
+        (offloaded, ValueError, r"must be on one device .* got \['cpu', 'meta'\]"),
+    ):
+        with pytest.raises(error, match=message):
+            make_trainable(model)

@@ -1,62 +1,30 @@
 """PEFT's LoRA on quantized bases: training, merging, starts, saving, and two ranks."""
 
 import copy
-import gc
-import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
+from small_models import TOKENS, logits, make, train
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 from fp4adam import (
-    FP4Adam,
-    NVFP4Quantizer,
-    QuantizedTensor,
     dequantize_model,
     export_checkpoint,
-    export_masters,
     import_checkpoint,
     quantize_model,
     summary,
 )
-from helpers import assert_identical, train
+from helpers import assert_identical, quantized, stored
 from ranks import all_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:weights that are served as one matrix:UserWarning",
 )
-TOKENS = torch.arange(64).view(2, -1)
-RECIPES = {
-    "nvfp4": ("nvfp4", "compressed-tensors"),
-    "mxfp8": ("mxfp8", "modelopt"),
-    "float8block": ("float8block", "fp8"),
-}
-
-
-def base(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "modelopt", "float8block": "fp8"}
 
 
 def adapted(model, seed=2, **options):
@@ -64,50 +32,30 @@ def adapted(model, seed=2, **options):
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
 
 
-def imported(recipe, folder):
-    name, layout = RECIPES[recipe]
-    export_checkpoint(quantize_model(base(), name), folder, layout)
-    return import_checkpoint(base(seed=1), folder)
-
-
-def losses_of(model, steps=4):
-    trained = [param for param in model.parameters() if param.requires_grad]
-    losses = (model(TOKENS, labels=TOKENS).loss for _ in range(steps))
-    return train(FP4Adam(trained, lr=1e-2), losses)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(TOKENS).logits
-
-
 def codes(model):
-    quantized = (p for p in model.parameters() if isinstance(p, QuantizedTensor))
-    return [{k: v.clone() for k, v in p.storage_tensors().items()} for p in quantized]
+    return [{k: v.clone() for k, v in stored(p).items()} for p in quantized(model.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore:MXFP8 weights in layout 'modelopt' should be read by an engine")
-@pytest.mark.parametrize("start", ["quantized", "imported", "adapted first"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_adapters_train_and_merge(recipe, start, tmp_path):
-    if start == "imported":
-        model = adapted(imported(recipe, tmp_path / "base"))
-    elif start == "quantized":
-        model = adapted(quantize_model(base(), recipe))
+@pytest.mark.parametrize("adapted_first", [False, True])
+@pytest.mark.parametrize("recipe", LAYOUT_OF)
+def test_adapters_train_and_merge(recipe, adapted_first, tmp_path):
+    if adapted_first:
+        model = quantize_model(adapted(make("Llama")), recipe)
     else:
-        model = quantize_model(adapted(base()), recipe)
+        model = adapted(make("Llama", recipe))
     found = summary(model)
     assert len(found.quantized) == 2 * 7 and found.total("init_nbytes") == 0
     assert all(p.name.endswith(".base_layer.weight") for p in found.quantized)
     before = codes(model)
-    losses = losses_of(model)
+    losses = train(model)
     assert losses[-1] < losses[0] - 0.1
     assert_identical(codes(model), before)
     expected = logits(model)
     with pytest.raises(NotImplementedError, match=r"dequantize_model\(model\)"):
         copy.deepcopy(model).merge_and_unload()
     with pytest.raises(ValueError, match=r"without adapters .* model.merge_and_unload\(\)"):
-        export_checkpoint(model, tmp_path / "no", RECIPES[recipe][1])
+        export_checkpoint(model, tmp_path / "no", LAYOUT_OF[recipe])
     # The adapter alone, on another copy of the base.
     model.save_pretrained(tmp_path / "adapter")
     again = copy.deepcopy(model).unload()
@@ -122,32 +70,29 @@ def test_adapters_train_and_merge(recipe, start, tmp_path):
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     merged = model.merge_and_unload()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
-    export_masters(merged, torch.optim.SGD(merged.parameters()), tmp_path / "merged")
-    read = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-    assert_identical(logits(read), logits(merged))
     quantize_model(merged, recipe)
-    export_checkpoint(merged, tmp_path / "served", RECIPES[recipe][1])
-    served = import_checkpoint(base(seed=1), tmp_path / "served")
+    export_checkpoint(merged, tmp_path / "served", LAYOUT_OF[recipe])
+    served = import_checkpoint(make("Llama", seed=1), tmp_path / "served")
     assert_identical(logits(served), logits(merged))
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
 def test_starts_that_change_the_base(start):
-    model = quantize_model(base(), "mxfp8")
+    model = make("Llama", "mxfp8")
     expected = logits(model)
     model = adapted(dequantize_model(model), init_lora_weights=start)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     quantize_model(model, "mxfp8")  # what is left of the base, rounded once
     assert len(summary(model).quantized) == 2 * 7 and summary(model).total("init_nbytes") == 0
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0.1)
-    losses = losses_of(model)
+    losses = train(model)
     assert losses[-1] < losses[0]
 
 
 def test_gradient_checkpointing_and_autocast():
     runs = []
     for checkpoints in (False, True):
-        model = adapted(quantize_model(base(), "nvfp4"))
+        model = adapted(make("Llama", "nvfp4"))
         if checkpoints:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -169,22 +114,11 @@ def test_gradient_checkpointing_and_autocast():
     ],
 )
 def test_lora_of_mixtures_of_experts(targets):
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = quantize_model(Qwen3MoeForCausalLM(config), "nvfp4")
+    model = make("Qwen3-MoE", "nvfp4", num_hidden_layers=1)
     model = get_peft_model(model, LoraConfig(r=4, **targets))
     assert len(summary(model).quantized) == 6 and summary(model).total("init_nbytes") == 0
     before = codes(model)
-    losses = losses_of(model)
+    losses = train(model)
     assert losses[-1] < losses[0]
     assert_identical(codes(model), before)
     expected = logits(model)
@@ -192,36 +126,13 @@ def test_lora_of_mixtures_of_experts(targets):
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def tensor_bytes():
-    """All memory of tensors that live, each storage once."""
-    gc.collect()
-    plain = (torch.Tensor, torch.nn.Parameter)
-    storages = (x.untyped_storage() for x in gc.get_objects() if type(x) in plain)
-    storages = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(storages.values())
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "expected"),
-    [(NVFP4Quantizer(columnwise=False), 0.5 + 1 / 256), (NVFP4Quantizer(), 1 + 1 / 256)],
-)
-def test_bytes_of_a_frozen_base(quantizer, expected):
-    before = tensor_bytes()
-    layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(8))
-    quantize_model(layers, quantizer).requires_grad_(False)
-    numel = 8 * 256**2
-    taken = tensor_bytes() - before
-    assert taken == pytest.approx(expected * numel, rel=1e-3)
-    assert summary(layers).total("nbytes") == pytest.approx(taken, rel=1e-3)
-
-
 def train_on_ranks(rank, sharded):
-    model = adapted(quantize_model(base(), "nvfp4"))
+    model = adapted(make("Llama", "nvfp4"))
     if sharded:
         for layer in model.base_model.model.model.layers:
             fully_shard(layer, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
-    losses = losses_of(model, 3)
+    losses = train(model, steps=3)
     values = {}
     for name, param in model.named_parameters():
         if "lora_" in name:
@@ -245,47 +156,13 @@ def test_fsdp():
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_trainer_saves_and_resumes_adapters(tmp_path):
-    def run(steps, resume=None):
-        model = adapted(quantize_model(base(), "nvfp4"))
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=steps,
-            save_steps=2,
-            per_device_train_batch_size=2,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        rows = [{"input_ids": row, "labels": row} for row in torch.arange(256).view(8, -1) % 64]
-        trainer = Trainer(
-            model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=(FP4Adam, {"lr": 1e-2})
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
-
-    expected = run(4)
-    saved = load_file(tmp_path / "checkpoint-4/adapter_model.safetensors")
-    assert saved.keys() == {name.replace(".default", "") for name in expected}
-    assert_identical(run(4, str(tmp_path / "checkpoint-2")), expected)
-
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_blocks_of_the_page_run(block, tmp_path):
-    names = {"model": base(), "tokens": TOKENS}
-    before = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        exec(compile(block, str(PAGE), "exec"), names)
-    finally:
-        os.chdir(before)
+def test_blocks_of_the_page_run(tmp_path, monkeypatch):
+    (block,) = BLOCKS
+    names = {"model": make("Llama"), "tokens": TOKENS}
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(PAGE), "exec"), names)
     assert not any("lora_" in p.name for p in summary(names["model"]).quantized)
-
-
-def test_the_page_has_blocks():
-    assert len(BLOCKS) == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torchao.prototype.mx_formats.nvfp4_tensor import (
 from torchao.quantization import quantize_
 
 from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer
-from fp4adam.tensors import backend
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(columnwise=False, two_dimensional=False),
@@ -58,16 +55,20 @@ def bytes_of(param: Tensor) -> list[Tensor]:
 @every_format
 @every_layout
 @pytest.mark.parametrize("shape", [(32, 96), (160, 256), (2, 128, 64)], ids=str)
-def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
-    param = quantized(format, values(shape, 0), swizzled)
-    start = param.dequantize(torch.float32)
+def test_torchao_decodes_what_a_step_writes(format, swizzled, shape, path_device):
+    param = quantized(format, values(shape, 0), swizzled).detach()
+    param = Parameter(param.to(path_device))
+    start, before = param.dequantize(torch.float32), bytes_of(param)
+    inner = [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]]
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     master = optimizer.state[param]["master_param"]
     assert torch.equal(master, start)
+    optimizer.param_groups[0]["lr"], optimizer.found_inf = 1e-3, torch.ones((), device=path_device)
+    step(optimizer, 1)
+    assert all(map(torch.equal, bytes_of(param), before))  # nothing has changed
 
-    optimizer.param_groups[0]["lr"] = 1e-3
-    inner = [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]]
+    optimizer.found_inf = None
     for seed in range(1, 3):
         step(optimizer, seed)
     assert [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]] == inner
@@ -79,21 +80,6 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
     rtol = 0 if format == "mxfp8" else 2**-22
     torch.testing.assert_close(decoded, expected.dequantize(), rtol=rtol, atol=0)
     assert torch.equal(param.qdata.view(torch.uint8).flatten(), expected.rowwise_data.flatten())
-
-
-@every_format
-@every_layout
-@pytest.mark.parametrize("states", ["32bit", "8bit"])
-def test_kernels_write_the_same_bytes(format, swizzled, states, monkeypatch, device):
-    written = []
-    for kernel in (False, True):
-        monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
-        param = quantized(format, values((32, 96), 0), swizzled).detach()
-        param = Parameter(param.to(device if kernel else "cpu"))
-        optimizer = FP4Adam([param], lr=1e-3, states=states)
-        step(optimizer, 1)
-        written.append([*bytes_of(param), optimizer.state[param]["master_param"].cpu()])
-    assert all(map(torch.equal, *written))
 
 
 def test_small_scales_are_kept():
@@ -109,18 +95,6 @@ def test_small_scales_are_kept():
         return (x.dequantize(torch.float32) - value).norm(dim=1)[16:].sum().item()
 
     assert error(param) < error(quantized("nvfp4", value.bfloat16()))
-
-
-@every_format
-@every_layout
-def test_a_step_that_changes_nothing_leaves_the_bytes_alone(format, swizzled):
-    param = quantized(format, values((32, 96), 0), swizzled)
-    before = bytes_of(param)
-    optimizer = FP4Adam([param], lr=0.0)
-    step(optimizer, 0)
-    optimizer.param_groups[0]["lr"], optimizer.found_inf = 1e-2, torch.ones(())
-    step(optimizer, 1)
-    assert all(map(torch.equal, bytes_of(param), before))
 
 
 def make_model(seed: int) -> tuple[nn.Module, FP4Adam]:
@@ -143,31 +117,25 @@ def train(model: nn.Module, optimizer: FP4Adam, steps: int) -> float:
     return loss.item()
 
 
-def test_a_model_of_quantize_is_trained():
-    model, optimizer = make_model(0)
-    before = bytes_of(model[2].weight)
-    assert train(model, optimizer, 60) < 0.1 * train(*make_model(0), 1)
-    assert not torch.equal(bytes_of(model[2].weight)[0], before[0])
-    clone = copy.deepcopy(model)
-    kept = bytes_of(clone[0].weight)
-    train(model, optimizer, 1)
-    assert all(map(torch.equal, bytes_of(clone[0].weight), kept))
-
-
 @pytest.mark.parametrize("model_first", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_checkpoints_resume_bit_for_bit(model_first, seed, tmp_path):
+def test_a_model_of_quantize_is_trained_and_resumed(model_first, seed, tmp_path):
     model, optimizer = make_model(0)
-    train(model, optimizer, 3)
+    before = bytes_of(model[2].weight)
+    first = train(model, optimizer, 1)
     torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
-    train(model, optimizer, 3)
+    clone = copy.deepcopy(model)
+    kept = bytes_of(clone[0].weight)
+    assert train(model, optimizer, 60) < 0.1 * first
+    assert not torch.equal(bytes_of(model[2].weight)[0], before[0])
+    assert all(map(torch.equal, bytes_of(clone[0].weight), kept))
     resumed, other = make_model(seed)
     train(resumed, other, 2)
     states = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
     pairs = [*zip((resumed, other), states, strict=True)]
     for target, state in pairs if model_first else reversed(pairs):
         target.load_state_dict(state)
-    train(resumed, other, 3)
+    train(resumed, other, 60)
     for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
         if isinstance(a, NVFP4Tensor):
             assert all(map(torch.equal, bytes_of(a), bytes_of(b)))
@@ -194,11 +162,6 @@ def test_what_no_kernel_writes_is_refused(make, words):
     param = Parameter(make(values((32, 96), 0)).detach())
     with pytest.raises(ValueError, match=words):
         FP4Adam([param])
-
-
-def test_torchao_is_not_imported_unless_the_user_does():
-    code = "import sys, fp4adam; assert not any(name.startswith('torchao') for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_wrappers_of_plain_weights_are_stepped_as_plain_ones() -> None:

@@ -1,22 +1,22 @@
-"""Checkpoints beside those of the step table: torch's, without masters, with other counts.
-
-Loading is all or nothing, and takes little memory.
-"""
+"""Checkpoints and masters beside the step table: torch's, other counts, kinds of models, memory."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
-from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer, Quantizer, quantize_model
+from fp4adam import FP4Adam, FusedAdam, Quantizer
 from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
@@ -25,15 +25,17 @@ from helpers import (
     assert_identical,
     make_mlp,
     make_params,
-    mlp_loss,
+    make_weight,
     randn,
     random,
     snapshot,
     take_steps,
     through_a_file,
-    train,
+    value_of,
 )
 
+NVFP4 = RECIPES["nvfp4"]
+SHAPE = (32, 32)
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
 
 
@@ -45,13 +47,12 @@ every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPE
 def test_quantized_training_continues_from_adamw(quantizer: Quantizer, torch_class: type) -> None:
     """Moments as saved, masters from the parameters, modes of the new optimizer."""
     values = [random((64, 96), 1).bfloat16(), random((7,), 2).bfloat16()]
-    theirs = torch_class([Parameter(value.clone()) for value in values], foreach=True)
+    theirs = torch_class([*map(Parameter, values)], foreach=True)
     take_steps(theirs, range(2))
     saved = through_a_file(theirs.state_dict())
-    weights = [param.detach() for param in all_params(theirs)]
-    params = [Parameter(quantizer.quantize(weights[0])), Parameter(weights[1].clone())]
-    params[0]._high_precision_init_val = weights[0]
-    ours = FP4Adam(params, lr=0.0)
+    params = [Parameter(quantizer.quantize(values[0])), Parameter(values[1].clone())]
+    params[0]._high_precision_init_val = values[0]
+    ours = FP4Adam(params)
     ours.load_state_dict(saved)
     assert ours.param_groups[0]["decoupled_weight_decay"] is (torch_class is AdamW)
     ours.param_groups[0]["lr"] = 0.0
@@ -59,74 +60,31 @@ def test_quantized_training_continues_from_adamw(quantizer: Quantizer, torch_cla
         assert_identical(ours.state[param]["exp_avg"], saved["state"][i]["exp_avg"].float())
         assert "master_param" not in ours.state[param]
     take_steps(ours, [2])
-    for param, weight in zip(params, weights, strict=True):
+    for param, value in zip(params, values, strict=True):
         assert ours.state[param]["step"] == 3
-        assert_identical(ours.state[param]["master_param"], weight.float())
+        assert_identical(ours.state[param]["master_param"], value.float())
     assert params[0]._high_precision_init_val is None
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params, **options: FP4Adam(params, decoupled_weight_decay=False, **options),
-        lambda params, **options: FP4Adam([{"params": params, "adam_w_mode": False}], **options),
-        lambda params, **options: FP4Adam(
-            [{"params": params, "decoupled_weight_decay": False}], **options
-        ),
-    ],
-)
-def test_decay_that_is_added_to_gradients_goes_on_in_adam(make: Callable) -> None:
-    ours, theirs = (kind([Parameter(randn(6))], lr=0.1, weight_decay=0.5) for kind in (make, Adam))
+L2 = dict(decoupled_weight_decay=False)
+
+
+@pytest.mark.parametrize("of_group", [{}, dict(adam_w_mode=False), L2])
+def test_decay_that_is_added_to_gradients_goes_on_in_adam(of_group) -> None:
+    params, options = [Parameter(randn(6))], dict(lr=0.1, weight_decay=0.5)
+    ours = FP4Adam([{"params": params, **of_group}], **options, **({} if of_group else L2))
     take_steps(ours, [0])
-    with torch.no_grad():
-        all_params(theirs)[0].copy_(all_params(ours)[0])
+    theirs = Adam([Parameter(params[0].detach().clone())], **options)
     theirs.load_state_dict(through_a_file(ours.state_dict()))
     for optimizer in (ours, theirs):
         take_steps(optimizer, [1])
     torch.testing.assert_close(*(all_params(each)[0] for each in (ours, theirs)))
 
 
-@every_recipe
-def test_quantized_training_resumes_from_a_plain_model(quantizer: Quantizer) -> None:
-    """FP32 training first, then the same weights in few bits: masters start unrounded."""
-    model = make_mlp(None, "cpu")
-    before = FP4Adam(model.parameters(), lr=1e-2)
-    train(before, (mlp_loss(model, seed) for seed in range(3)))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": before.state_dict()})
-    fresh = make_mlp(None, "cpu")
-    quantize_model(fresh, quantizer)
-    resumed = FP4Adam(fresh.parameters())
-    resumed.load_state_dict(saved["optimizer"])
-    fresh.load_state_dict(saved["model"])
-    resumed.param_groups[0]["lr"] = 0.0
-    take_steps(resumed, [0])
-    for i in (0, 2):
-        master = resumed.state[fresh[i].weight]["master_param"]
-        assert_identical(master, saved["model"][f"{i}.weight"])
-
-
-def test_refused_flags_of_a_checkpoint_are_dropped(device: str) -> None:
-    params = make_params(RECIPES["nvfp4"], device)
-    optimizer = FP4Adam(params)
-    take_steps(optimizer, [0])
-    saved = optimizer.state_dict()
-    saved["param_groups"][0].update(capturable=True, differentiable=True)
-    for state in saved["state"].values():
-        state["step"] = state["step"].to(device)
-    resumed = FP4Adam(copy.deepcopy(params))
-    resumed.load_state_dict(saved)
-    group = resumed.param_groups[0]
-    assert (group["capturable"], group["differentiable"]) == (False, False)
-    for each in (optimizer, resumed):
-        take_steps(each, [1])
-    assert_identical(snapshot(resumed)["state"], snapshot(optimizer)["state"])
-    assert {state["step"].device.type for state in resumed.state.values()} == {"cpu"}
-
-
 # Step counts of parameters, and of groups as Transformer Engine and Megatron save them
 
 
-def stepped(steps: tuple[int, ...] = (3, 3)) -> tuple[FP4Adam, list[Parameter]]:
+def stepped(steps: tuple[int, ...]) -> tuple[FP4Adam, list[Parameter]]:
     """An optimizer with an empty group, and parameters that took these numbers of steps."""
     params = [Parameter(randn(4, seed=i)) for i in range(len(steps))]
     optimizer = FP4Adam([{"params": params}, {"params": [], "lr": 0.5}])
@@ -137,25 +95,21 @@ def stepped(steps: tuple[int, ...] = (3, 3)) -> tuple[FP4Adam, list[Parameter]]:
     return optimizer, params
 
 
-def test_counts_differ_between_parameters() -> None:
+@pytest.mark.parametrize(
+    ("of_group", "lost", "counts"),
+    [
+        (5, (0, 1), [5, 5]),
+        (None, (0, 1), [0, 0]),
+        (9, (1,), [3, 9]),
+        (9, (), [3, 1]),
+        (None, (), [3, 1]),
+    ],
+)
+def test_states_without_a_count_have_that_of_their_group(of_group, lost, counts) -> None:
     optimizer, params = stepped((3, 1))
     saved = optimizer.state_dict()
     assert all(type(state["step"]) is Tensor for state in saved["state"].values())
-    # As torch.optim's: no count of groups.
-    assert not any("step" in group for group in saved["param_groups"] + optimizer.param_groups)
-    optimizer.load_state_dict(saved)
-    assert [optimizer.state[param]["step"] for param in params] == [3, 1]
-
-
-@pytest.mark.parametrize(
-    ("of_group", "lost", "counts"),
-    [(5, (0, 1), [5, 5]), (None, (0, 1), [0, 0]), (9, (1,), [3, 9]), (9, (), [3, 3])],
-)
-def test_states_without_a_count_have_that_of_their_group(
-    of_group: int | None, lost: tuple[int, ...], counts: list[int]
-) -> None:
-    optimizer, params = stepped()
-    saved = optimizer.state_dict()
+    assert not any("step" in group for group in saved["param_groups"])  # as torch.optim's
     for i in lost:
         del saved["state"][i]["step"]
     for group in saved["param_groups"] if of_group else ():
@@ -181,20 +135,6 @@ def test_a_new_parameter_comes_back_from_adamw_with_its_own_count(kind: type[Fus
 
 
 # All or nothing
-
-
-def test_a_refusal_of_the_inner_optimizer_changes_nothing() -> None:
-    optimizer = MasterWeightOptimizer(make_params(RECIPES["nvfp4"], "cpu"), AdamW, lr=1e-3)
-    take_steps(optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        del state["step"]
-    saved["param_groups"][0]["lr"] = 5.0
-    take_steps(optimizer, [2])
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(KeyError, match="step"):
-        optimizer.load_state_dict(saved)
-    assert_identical(optimizer.state_dict(), before)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -231,10 +171,6 @@ def another_model(saved: dict, params: list[Parameter]) -> None:
             param.copy_(random(tuple(param.shape), seed=50 + i))
 
 
-def frozen(saved: dict, params: list[Parameter]) -> None:
-    del saved["state"][0]
-
-
 # What happens before loading, and the warnings of loading and of the next two steps.
 RESTARTS: dict[str, tuple[Callable, list[str]]] = {
     "none": (lambda saved, params: None, ["", "", ""]),
@@ -242,17 +178,17 @@ RESTARTS: dict[str, tuple[Callable, list[str]]] = {
         another_model,
         ["2 of its masters do not belong", "masters of 2 weights restart", ""],
     ),
-    "a frozen layer": (frozen, ["it has no masters for 1 quantized weights", "", ""]),
+    "a frozen layer": (
+        lambda saved, params: saved["state"].pop(0),
+        ["it has no masters for 1 quantized weights", "", ""],
+    ),
 }
 
 
 @pytest.mark.parametrize("states", ["32bit", "8bit"])
 @pytest.mark.parametrize(("change", "words"), RESTARTS.values(), ids=RESTARTS)
-def test_masters_that_restart_are_counted_once(
-    change: Callable, words: list[str], states: str
-) -> None:
-    quantized = [QUANTIZERS["nvfp4"].quantize(random((32, 32), seed=i)) for i in range(2)]
-    params = [Parameter(value) for value in quantized]
+def test_masters_that_restart_are_counted_once(change, words, states) -> None:
+    params = [make_weight(RECIPES["nvfp4"], "cpu", seed=seed) for seed in range(2)]
     optimizer = FP4Adam(params, lr=1e-3, states=states)
     take_steps(optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -293,3 +229,147 @@ def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
     optimizer.load_state_dict(saved)
     restarted = optimizer.state_dict()["state"][0]["master_param"]
     assert torch.equal(restarted, master.clamp(-limit, limit))
+
+
+def masters(optimizer: FP4Adam) -> list[torch.Tensor]:
+    """What training continues from, in FP32."""
+    return [
+        optimizer.state.get(param, {}).get("master_param", param).detach().clone()
+        for param in all_params(optimizer)
+    ]
+
+
+# Who wrote last
+
+
+def test_only_a_step_and_a_reset_free_the_value_before_quantization() -> None:
+    weight = make_params(NVFP4, "cpu")[1]
+    optimizer = FP4Adam([weight], lr=1e-30)
+    optimizer.reset_master_weights()
+    assert weight.get_high_precision_init_val() is not None  # there is no master yet
+    take_steps(optimizer, [0])
+    for free in (lambda: take_steps(optimizer, [1]), optimizer.reset_master_weights):
+        value = random(tuple(weight.shape), 1)
+        with torch.no_grad():
+            weight.copy_(value)
+        weight.requires_grad_(False).requires_grad_()
+        assert_identical(weight.get_high_precision_init_val(), value)
+        free()
+        assert not hasattr(weight, "get_high_precision_init_val")
+        assert_identical(masters(optimizer), [value])
+
+
+def test_training_by_adamw_in_between_is_kept() -> None:
+    """AdamW carries master_param along, and saves it again, while it trains the parameters."""
+    param = make_weight(NVFP4, "cpu")
+    optimizer = FP4Adam([param], lr=1e-2)
+    take_steps(optimizer, range(2))
+    middle = Parameter(param.detach().dequantize(torch.bfloat16))
+    adamw = AdamW([middle], lr=1e-2)
+    adamw.load_state_dict(optimizer.state_dict())
+    take_steps(adamw, range(2, 4))
+    resumed = FP4Adam([param])
+    with torch.no_grad():
+        param.copy_(middle)
+    value = value_of(param)
+    resumed.load_state_dict(adamw.state_dict())
+    assert_identical(value_of(param), value)
+    resumed.param_groups[0]["lr"] = 1e-30
+    take_steps(resumed, [4])
+    assert_identical(masters(resumed), [middle.detach().float()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_fp32_model_takes_the_masters_of_a_checkpoint(dtype: torch.dtype) -> None:
+    """Where it has the values of a BF16 model; those of a quantized one are no masters."""
+    model = make_mlp(None, "cpu", torch.bfloat16)
+    optimizer = FP4Adam(model.parameters(), lr=1e-2, master_weight_dtype=dtype)
+    take_steps(optimizer, range(2))
+    saved = optimizer.state_dict()["state"]
+    for save in (FP4Adam.state_dict, FP4Adam.compact_state_dict):
+        plain = make_mlp(None, "cpu")
+        resumed = FP4Adam(plain.parameters(), master_weight_dtype=dtype)
+        plain.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(save(optimizer)))
+        for i, param in enumerate(plain.parameters()):
+            assert_identical(param.detach(), saved[i]["master_param"])
+            assert sorted(resumed.state[param]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+def test_reset_forgets_a_loaded_master_of_a_remainder() -> None:
+    models = [nn.Linear(8, 8, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    exact = FP4Adam(models[0].parameters(), lr=1e-2)
+    split = FP4Adam(models[1].parameters(), lr=1e-2, store_param_remainders=True)
+    take_steps(exact, [0, 1])
+    models[1].load_state_dict(models[0].state_dict())
+    split.load_state_dict(exact.state_dict())
+    split.reset_master_weights()
+    saved = split.state_dict()["state"][0]
+    value = models[1].weight.detach().float()
+    assert torch.equal(saved.get("master_param", value), value)
+
+
+# Around the state
+
+
+def test_sharded_state_of_a_plain_parameter_changes_nothing() -> None:
+    optimizer = FP4Adam(make_params(NVFP4, "cpu"))
+    take_steps(optimizer, [0])
+    before = snapshot(optimizer)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            saved = copy.deepcopy(optimizer.state_dict())
+            saved["state"][1][name] = distribute_tensor(saved["state"][1][name], mesh, [Shard(0)])
+            saved["param_groups"][0]["lr"] = 7.0
+            with pytest.raises((ValueError, TypeError, RuntimeError)):
+                optimizer.load_state_dict(saved)
+            assert_identical(snapshot(optimizer), before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_narrow_states_resume_above_steps_that_fp32_counts() -> None:
+    params = [Parameter(random((3, 32), 0))]
+    optimizer = FusedAdam(params, states="8bit")
+    take_steps(optimizer, [0])
+    optimizer.state[params[0]]["step"].fill_(2**24 - 1)
+    optimizer.load_state_dict(optimizer.compact_state_dict())
+    take_steps(optimizer, range(1, 4))
+    resumed = FusedAdam(copy.deepcopy(params), states="8bit")
+    resumed.load_state_dict(copy.deepcopy(optimizer.compact_state_dict()))
+    for each in (optimizer, resumed):
+        take_steps(each, range(4, 7))
+    assert_identical(snapshot(resumed), snapshot(optimizer))
+
+
+def test_global_state_travels_in_a_compact_state_dict() -> None:
+    params = [Parameter(random((5, 7), i).bfloat16()) for i in range(2)]
+    optimizer = FusedAdam(params, exp_avg_dtype=torch.bfloat16)
+    take_steps(optimizer, range(2))
+    optimizer.state["seen"] = 17
+    for saved in (optimizer.state_dict(), optimizer.compact_state_dict()):
+        assert saved["state"]["seen"] == 17
+        resumed = FusedAdam(copy.deepcopy(params), exp_avg_dtype=torch.bfloat16)
+        resumed.load_state_dict(copy.deepcopy(saved))
+        assert resumed.state["seen"] == 17
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deferred_masters_are_decoded_a_piece_at_a_time() -> None:
+    """Those of FP16 that share an amax, and so are written in a second pass."""
+    shape, n = (2048, 2048), 8
+    params = [make_weight(NVFP4, "cuda", shape, seed=seed) for seed in range(n)]
+    for param in params:
+        param.grad = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+    optimizer = FP4Adam(params, master_weight_dtype=torch.float16, scale_groups=[params])
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    # One in FP32 is 16 MiB.
+    assert torch.cuda.max_memory_allocated() - before < n // 2 * 4 * math.prod(shape)

@@ -8,13 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam, AdamW
 from torch.testing import assert_close
 
-from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, Quantizer, quantize_model
+from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, Quantizer
 from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
 from fp4adam.optim import adam
 from helpers import (
@@ -31,7 +30,6 @@ from helpers import (
     set_grads,
     snapshot,
     take_steps,
-    train,
 )
 from step_reference import GROUP, adamw_
 from waits import refusing_waits
@@ -46,47 +44,9 @@ compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:Deprecat
 # Learning
 
 
-def train_transformer(
-    quantizer: Quantizer | None, dtype: torch.dtype, device: str, optimizer_class: type
-) -> Tensor:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 32, dropout=0.0, batch_first=True)
-    model = nn.Sequential(layer, nn.Linear(32, 32)).to(device, dtype)
-    if quantizer is not None:
-        quantize_model(model, quantizer)
-    optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1)
-    batches = [random((8, 8, 32), seed, device).to(dtype) for seed in range(4)] * 8
-    errors = (model(x) - x.roll(1, dims=1) for x in batches[:30])
-    return torch.tensor(train(optimizer, (error.float().square().mean() for error in errors)))
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "rtol"),
-    # Measured on a CPU: 1 % in blocks of 16x16, 0.8 % in blocks of 16, below 0.2 % in 8 bits.
-    [
-        ("nvfp4", torch.float32, 0.03),
-        ("nvfp4", torch.bfloat16, 0.03),
-        ("nvfp4-1d", torch.float32, 0.03),
-        ("mxfp8", torch.float32, 0.01),
-        ("float8block", torch.bfloat16, 0.01),
-    ],
-    ids=str,
-)
-def test_transformer_layer_learns_as_with_adamw(
-    name: str, dtype: torch.dtype, rtol: float, device: str
-) -> None:
-    reference = train_transformer(None, torch.float32, device, AdamW)
-    losses = train_transformer(QUANTIZERS[name], dtype, device, FP4Adam)
-    assert losses[-1] < 0.8 * losses[0]
-    assert_close(losses, reference, rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_training_with_scaler_learns(dtype: torch.dtype, device: str) -> None:
+def test_autocast_training_with_scaler_learns(device: str) -> None:
     """One overflow on the way costs one step."""
-    if device == "cuda" and dtype == torch.bfloat16 and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 has no check of BF16 gradients on GPUs")
-    model = make_mlp(NVFP4Quantizer(), device, dtype)
+    model = make_mlp(NVFP4Quantizer(), device)
     optimizer = FP4Adam(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=10)
     losses = []
@@ -150,14 +110,17 @@ def test_averages_in_copies_of_other_code_are_warned_of() -> None:
         dict(lr=1e-2, weight_decay=0.1),
         dict(lr=1e-2, betas=(0.4, 0.99), amsgrad=True),
         dict(lr=1e-3, maximize=True, eps=1e-4),
+        dict(lr=1e-3, weight_decay=0.1, adam_w_mode=False),
     ],
     ids=str,
 )
-def test_the_oracle_of_the_step_table_follows_adamw(options: dict) -> None:
+def test_the_oracle_of_the_step_table_follows_torch(options: dict) -> None:
+    of_torch = {name: value for name, value in options.items() if name != "adam_w_mode"}
     param = Parameter(random((9, 5), 0))
-    adamw, value, moments = AdamW([param], **options), param.detach().clone(), {}
+    torchs = (AdamW if of_torch == options else Adam)([param], **of_torch)
+    value, moments = param.detach().clone(), {}
     for seed in range(10):
-        take_steps(adamw, [seed])
+        take_steps(torchs, [seed])
         adamw_(value, moments, seed + 1, param.grad, {**GROUP, **options})
         assert_close(value, param.detach(), rtol=4e-6, atol=4e-6)
 
@@ -188,9 +151,7 @@ def test_denominators_are_roots_to_the_nearest_float32(first: float) -> None:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("lr", [-0.1, -1e-9, -(2.0**-149), 0.0, torch.inf, -torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_any_learning_rate_does_what_it_does_in_adamw(
-    lr: float, decoupled: bool, path_device: str
-) -> None:
+def test_any_learning_rate_does_what_it_does_in_adamw(lr, decoupled, path_device):
     """One below zero ascends, one that is infinite leaves infinite values."""
     value = random((32, 64), 0)
     value[0, 0] = 0.0
@@ -232,9 +193,8 @@ def test_state_follows_a_moved_model_when_it_is_loaded_again() -> None:
     take_steps(optimizer, range(2))
     twin = copy.deepcopy(optimizer)
     model.cuda()
-    set_grads(model.parameters(), 2)
     with pytest.raises(RuntimeError, match="load_state_dict.*moves it"):
-        optimizer.step()
+        take_steps(optimizer, [2])
     optimizer.load_state_dict(optimizer.state_dict())
     for each in (optimizer, twin):
         take_steps(each, [2])
@@ -244,27 +204,16 @@ def test_state_follows_a_moved_model_when_it_is_loaded_again() -> None:
 # On a GPU
 
 
-def _large_problem(quantizer: Quantizer | None, device: str) -> FP4Adam:
-    """64 Mi elements, whose gradients would take 256 MiB in FP32."""
+@needs_cuda
+@pytest.mark.parametrize("quantizer", [None, *QUANTIZERS.values()], ids=["plain", *QUANTIZERS])
+def test_a_step_waits_for_nothing_allocates_next_to_nothing_and_launches_little(quantizer, device):
+    """With 64 Mi elements, whose gradients would take 256 MiB in FP32."""
     params = []
     for shape in [(2048, 2048)] * 12 + [(4096, 4096)]:
         value = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         params.append(Parameter(value if quantizer is None else quantizer.quantize(value)))
         params[-1].grad = torch.randn_like(value)
-    return FP4Adam(params, lr=1e-2)
-
-
-every_kind = pytest.mark.parametrize(
-    "quantizer", [None, *QUANTIZERS.values()], ids=["plain", *QUANTIZERS.keys()]
-)
-
-
-@needs_cuda
-@every_kind
-def test_a_step_waits_for_nothing_allocates_next_to_nothing_and_launches_little(
-    quantizer: Quantizer | None, device: str
-) -> None:
-    optimizer = _large_problem(quantizer, device)
+    optimizer = FP4Adam(params, lr=1e-2)
     found_inf = torch.zeros(1, device=device)
 
     def step() -> None:
@@ -311,9 +260,7 @@ def test_the_first_step_compiles_all_that_others_need(quantizer: Quantizer, devi
 
 @needs_cuda
 @pytest.mark.parametrize("quantizer", [None, *RECIPES.values()], ids=["plain", *RECIPES])
-def test_elements_beyond_32_bit_indices_are_updated(
-    quantizer: Quantizer | None, device: str
-) -> None:
+def test_elements_beyond_32_bit_indices_are_updated(quantizer, device):
     shape = (2**16 + 128, 2**15)
     needed = 20 * math.prod(shape)
     if torch.cuda.mem_get_info()[0] < needed:

@@ -19,7 +19,7 @@ from fp4adam import (
     NVFP4Quantizer,
 )
 from fp4adam.optim.masters import DIGEST
-from fp4adam.optim.remainder import NAN, complete, split_off, units
+from fp4adam.optim.remainder import NAN, complete, split_off
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import (
     RECIPES,
@@ -33,9 +33,8 @@ from helpers import (
 from te_stand_ins import assert_bytes, te_tensor
 
 FP8 = torch.float8_e4m3fn
+MXFP8 = MXFP8Quantizer(columnwise=False)
 MOMENTS = dict(exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
-ROWWISE = {"nvfp4": NVFP4Quantizer(columnwise=False), "mxfp8": MXFP8Quantizer(columnwise=False)}
-by_format = pytest.mark.parametrize("quantizer", ROWWISE.values(), ids=ROWWISE)
 
 
 def weight(quantizer, seed=0, shape=(64, 96)):
@@ -78,26 +77,6 @@ def test_remainders_are_those_of_8bit_unless_they_are_refused():
     assert FusedAdam([plain], states="8bit", master_weights=False).store_param_remainders
     options = {"master_weights": False, "store_param_remainders": False}
     assert not FusedAdam([plain], states="8bit", **options).store_param_remainders
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "size"),
-    [
-        (None, dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16), 4 + 2),
-        (None, dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16), 6 + 2 / 32),
-        (None, MOMENTS, 2 + 2 / 32 + 2),
-        (ROWWISE["nvfp4"], dict(states="8bit"), 3 + 2 / 32),
-        (ROWWISE["mxfp8"], dict(states="8bit", master_weights=False), 2 + 2 / 32),
-    ],
-)
-def test_states_take_the_promised_bytes(make, options, size):
-    value = torch.zeros(64, 64, dtype=torch.bfloat16)
-    param = Parameter(value if make is None else make.quantize(value))
-    optimizer = FP4Adam([param], store_param_remainders=True, **options)
-    take_steps(optimizer, [0])
-    saved = optimizer.compact_state_dict()["state"][0]
-    stored = [t for name, t in saved.items() if t.dim() and name != DIGEST]
-    assert sum(t.nbytes for t in stored) == size * param.numel()
 
 
 @pytest.mark.usefixtures("through_the_kernels")
@@ -153,49 +132,13 @@ def test_other_formats_need_masters(quantizer):
 # Masters that are int8 remainders
 
 
-def blocks(quantizer):
-    """Values of many sizes, down to blocks whose scale is 0, and zeros; and their weight."""
+def test_remainders_keep_what_is_not_finite():
     values = random((64, 128), 0, scale=0.02)
-    values *= 10.0 ** -torch.arange(8.0).repeat_interleave(8)[:, None]
-    values[32:48, :32] = 0
-    return values, quantizer.quantize(values)
-
-
-def test_remainders_are_right_on_average_and_keep_nan():
-    values, param = blocks(NVFP4Quantizer())
-    unit, mean = units(param), torch.zeros_like(values)
-    for step in range(256):
-        dither = dither_bits(0, values.numel(), step).master.view(values.shape)
-        master = complete(param, split_off(param, values, dither))
-        assert ((master - values).abs() < 1.0001 * unit).all()
-        mean += master / 256
-    error = (mean - values) / unit
-    assert error.abs().mean() < 0.04 and error.mean().abs() < 2e-3
+    param = NVFP4Quantizer().quantize(values)
     values[3, 5], values[4, 6] = torch.nan, torch.inf
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
-
-
-@by_format
-def test_no_master_lies_between_two_codes(quantizer):
-    """The sign of the smallest update would decide there, and weights ran ahead of masters."""
-    _, param = blocks(quantizer)
-    if quantizer == ROWWISE["nvfp4"]:
-        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0])
-        code = torch.stack((param._rowwise_data & 7, param._rowwise_data >> 4 & 7), -1).flatten(-2)
-    else:
-        table = torch.arange(127, dtype=torch.uint8).view(FP8).float()
-        code = param._rowwise_data & 0x7F
-    middles = (table[1:] + table[:-1]).double() / 2
-    factor = (value_of(param).abs() / table[code.long()]).double()
-    known = (factor > 0) & factor.isfinite() & (factor > factor[factor.isfinite()].max() * 2.0**-12)
-    unit = units(param).double() / factor
-    for remainder in (-120, -119, -60, -59, 59, 60, 119, 120):
-        filled = torch.full(param.shape, remainder, dtype=torch.int8)
-        value = (complete(param, filled).double().abs() / factor)[known][::7]
-        distance = (value[:, None] - middles).abs().amin(1)
-        assert (distance > 0.2 * unit[known][::7]).all(), remainder
 
 
 def test_state_dicts_have_whole_masters_and_compact_ones_remainders():
@@ -245,53 +188,16 @@ def test_loaded_remainders_of_other_codes_are_dropped_aloud():
         take_steps(other, [2])
 
 
-def test_parameters_of_one_shape_are_rounded_independently():
-    """Errors of many layers average out: with equal values and gradients, only dithers differ."""
-    params = [weight(NVFP4Quantizer()) for _ in range(8)]
-    optimizer = FP4Adam(params, lr=1e-3, states="8bit")
-    for seed in range(2):
-        for param in params:
-            param.grad = random(tuple(param.shape), seed)
-        optimizer.step()
-        for name in ("exp_avg", "exp_avg_sq", "master_param"):
-            found = torch.stack([optimizer.get_unscaled_state(p, name).flatten() for p in params])
-            related = torch.corrcoef((found - found.mean(0)).double())
-            # The mean makes them -1/7.
-            assert (related[~torch.eye(8, dtype=torch.bool)] + 1 / 7).abs().max() < 0.25, name
-
-
 # Weights in 8 bits without masters
 
 
-def test_rounding_of_weights_is_right_on_average_and_keeps_what_is_not_finite():
-    def rounded(x, step):
-        return round_to_codes_(x.clone(), dither_bits(0, x.numel(), step).master.view(x.shape))
-
-    x = random((4096,), 0)
-    mean = sum(rounded(x, i) for i in range(256)) / 256
-    error = (mean - x) / (x.abs().log2().floor().exp2() / 8)
-    assert error.abs().mean() < 0.04 and error.mean().abs() < 4e-3
+def test_rounding_of_weights_keeps_what_is_not_finite():
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, -1.0])
-    assert_identical(rounded(special, 1), special)
+    dither = dither_bits(0, special.numel(), 1).master
+    assert_identical(round_to_codes_(special.clone(), dither), special)
 
 
-def test_small_updates_move_weights():
-    # 1/400 of the gap between codes per step, which rounding to nearest never makes.
-    param = Parameter(ROWWISE["mxfp8"].quantize(torch.full((256, 256), 1.5)))
-    options = dict(weight_decay=0.0, master_weights=False, **MOMENTS)
-    optimizer = FP4Adam([param], lr=0.125 / 400, **options)
-    for _ in range(80):
-        param.grad = torch.ones(256, 256)
-        optimizer.step()
-    moved = 1.5 - value_of(param).mean().item()
-    assert moved == pytest.approx(0.125 / 400 * 80, rel=0.05)
-    with pytest.raises(ValueError, match="without a master"):
-        optimizer.get_unscaled_state(param, "master_param")
-
-
-@pytest.mark.parametrize(
-    "quantizer", [ROWWISE["mxfp8"], Float8BlockQuantizer()], ids=["mxfp8", "float8 block"]
-)
+@pytest.mark.parametrize("quantizer", [MXFP8, Float8BlockQuantizer()])
 def test_tensors_of_transformer_engine_have_the_same_bits(quantizer, path_device):
     value = random((128, 128), 0, path_device, scale=0.05).bfloat16()
     own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)

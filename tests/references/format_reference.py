@@ -21,32 +21,30 @@ ONE_448TH = np.uint32(0x3B124925).view(np.float32)
 
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Subnormals are m * 2**-9, normals (8 + m) * 2**(e - 10); code 0x7F would be 480 but means NaN.
-E4M3_VALUES = np.array(
-    [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][
-        :-1
-    ],
-    np.float32,
-)
+E4M3_VALUES = np.concatenate(
+    [np.arange(8) * 2.0**-9, *((8 + np.arange(8)) * 2.0 ** (e - 10) for e in range(1, 16))]
+)[:-1].astype(np.float32)
 
 
-def _nearest_even(x: Floats, values: Floats) -> Codes:
+def nearest_even(x: NDArray, values: NDArray) -> NDArray[np.int64]:
     """Index of the value nearest to |x|, on a tie the even one, past the end the last one."""
-    midpoints = (values[1:].astype(np.float64) + values[:-1]) / 2
+    values = values.astype(np.float64)
+    midpoints = (values[1:] + values[:-1]) / 2  # exact
     below = np.searchsorted(midpoints, np.abs(x), side="left")
     above = np.searchsorted(midpoints, np.abs(x), side="right")
-    return np.where(below % 2 == 0, below, above).astype(np.uint8)
+    return np.where(below % 2 == 0, below, above)
 
 
 def encode_e2m1(x: Floats) -> Codes:
     """Nearest even, saturating at 6; NaN becomes +6, the sign of a zero is kept."""
-    code = _nearest_even(x, E2M1_VALUES) | np.signbit(x).astype(np.uint8) << 3
-    return np.where(np.isnan(x), np.uint8(0x7), code)
+    code = nearest_even(x, E2M1_VALUES) | np.signbit(x).astype(int) << 3
+    return np.where(np.isnan(x), 0x7, code).astype(np.uint8)
 
 
 def encode_e4m3(x: Floats) -> Codes:
     """Nearest even, saturating at 448; NaN becomes 0x7F, the sign of a zero is kept."""
-    code = _nearest_even(x, E4M3_VALUES) | np.signbit(x).astype(np.uint8) << 7
-    return np.where(np.isnan(x), np.uint8(0x7F), code)
+    code = nearest_even(x, E4M3_VALUES) | np.signbit(x).astype(int) << 7
+    return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
 
 
 def encode_e8m0(x: Floats) -> Codes:
@@ -55,13 +53,6 @@ def encode_e8m0(x: Floats) -> Codes:
     byte = np.clip(exponent + 127 - (mantissa == 0.5), 0, 254)
     byte = np.where(x == 0, 0, np.where(np.isinf(x), 254, byte))
     return np.where(np.isnan(x), 255, byte).astype(np.uint8)
-
-
-def encode_bfloat16(x: Floats) -> Floats:
-    """Nearest even; a NaN stays some NaN."""
-    bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, rounded.view(np.float32))
 
 
 def decode_e2m1(code: Codes) -> Floats:
@@ -105,10 +96,6 @@ def swizzle(scale: Codes) -> Codes:
     return tiles.transpose(0, 3, 2, 1, 4).reshape(rows, columns)
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _pad(x: NDArray, rows: int, columns: int) -> NDArray:
     """Zeros below and to the right, up to multiples of ``rows`` and ``columns``."""
     return np.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
@@ -147,25 +134,14 @@ def _nvfp4_rowwise(x: Floats, tile_rows: int, least: float) -> tuple[Codes, Code
     return pack_e2m1(codes), scale.repeat(tile_rows, 0), amax.reshape(1)
 
 
-def _nvfp4_fields(
-    data: Codes, scale: Codes, columnwise_data: Codes, columnwise_scale: Codes, amax: Floats
-) -> Fields:
-    return {
-        "rowwise_data": data,
-        "rowwise_scale_inv": _pad(scale, 128, 4),
-        "amax_rowwise": amax,
-        "columnwise_data": columnwise_data,
-        "columnwise_scale_inv": _pad(columnwise_scale, 128, 4),
-        "amax_columnwise": amax,
-    }
-
-
 def quantize_nvfp4(x: Floats, two_dimensional: bool = True, least: float = 0.0) -> Fields:
     """NVFP4 of x [M, K], M and K multiples of 16; ``least`` is an amax that others share."""
-    options = (16 if two_dimensional else 1, least)
-    data, scale, amax = _nvfp4_rowwise(x, *options)
-    columnwise_data, columnwise_scale, _ = _nvfp4_rowwise(np.ascontiguousarray(x.T), *options)
-    return _nvfp4_fields(data, scale, columnwise_data, columnwise_scale, amax)
+    fields = {}
+    for usage, matrix in (("rowwise", x), ("columnwise", np.ascontiguousarray(x.T))):
+        data, scale, amax = _nvfp4_rowwise(matrix, 16 if two_dimensional else 1, least)
+        fields |= {f"{usage}_data": data, f"{usage}_scale_inv": _pad(scale, 128, 4)}
+        fields[f"amax_{usage}"] = amax
+    return fields
 
 
 @np.errstate(all="ignore")
@@ -187,16 +163,10 @@ def _mxfp8(x: Floats, rows: int, columns: int) -> tuple[Codes, Codes]:
 
 def quantize_mxfp8(x: Floats, two_dimensional: bool = False) -> Fields:
     """MXFP8 of x [M, K], M and K multiples of 32."""
+    data, scale = _mxfp8(x, 32 if two_dimensional else 1, 32)
+    columnwise_data, columnwise_scale = _mxfp8(x, 32, 32 if two_dimensional else 1)
     if two_dimensional:
-        data, scale = _mxfp8(x, 32, 32)
-        return {
-            "rowwise_data": data,
-            "rowwise_scale_inv": _pad(np.repeat(scale, 32, 0), 128, 4),
-            "columnwise_data": data,
-            "columnwise_scale_inv": _pad(np.repeat(scale, 32, 1), 4, 128),
-        }
-    data, scale = _mxfp8(x, 1, 32)
-    columnwise_data, columnwise_scale = _mxfp8(x, 32, 1)
+        scale, columnwise_scale = np.repeat(scale, 32, 0), np.repeat(scale, 32, 1)
     return {
         "rowwise_data": data,
         "rowwise_scale_inv": _pad(scale, 128, 4),
@@ -216,17 +186,16 @@ def dequantize_mxfp8(fields: Fields, usage: Literal["rowwise", "columnwise"] = "
 
 
 @np.errstate(all="ignore")
-def _float8_block(
-    x: Floats, rows: int, pow_2_scales: bool, amax_epsilon: float, largest: np.float32
+def _float8(
+    x: Floats, rows: int, columns: int, pow_2_scales: bool, amax_epsilon: float, largest: np.float32
 ) -> tuple[Codes, Floats]:
-    amax = np.maximum(_block_amax(x, rows, 128), np.float32(amax_epsilon))
+    amax = np.maximum(_block_amax(x, rows, columns), np.float32(amax_epsilon))
     scale = np.float32(448) / amax
     scale = np.where(np.isinf(scale), largest, scale)
     scale = np.where((amax == 0) | np.isinf(amax), np.float32(1), scale)
     if pow_2_scales:
-        mantissa, exponent = np.frexp(scale)
-        scale = np.ldexp(np.float32(1), exponent - 1)
-    return encode_e4m3(x * _spread(scale, rows, 128, x.shape)), np.float32(1) / scale
+        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
+    return encode_e4m3(x * _spread(scale, rows, columns, x.shape)), np.float32(1) / scale
 
 
 def quantize_float8_block(
@@ -237,10 +206,9 @@ def quantize_float8_block(
     largest: np.float32 = FLOAT32_MAX,
 ) -> Fields:
     """Float8Block of x [M, K]; ``largest`` is the largest finite value of the input's dtype."""
-    rows = 128 if two_dimensional else 1
-    options = (rows, pow_2_scales, amax_epsilon, largest)
-    data, scale_inv = _float8_block(x, *options)
-    columnwise_data, columnwise_scale_inv = _float8_block(np.ascontiguousarray(x.T), *options)
+    options = (128 if two_dimensional else 1, 128, pow_2_scales, amax_epsilon, largest)
+    data, scale_inv = _float8(x, *options)
+    columnwise_data, columnwise_scale_inv = _float8(np.ascontiguousarray(x.T), *options)
     if not two_dimensional:
         # 1 x 128 blocks keep their scales with the block index first.
         scale_inv, columnwise_scale_inv = scale_inv.T, columnwise_scale_inv.T
@@ -258,24 +226,16 @@ def dequantize_float8_block(fields: Fields, two_dimensional: bool = True) -> Flo
     data, scale_inv = fields["rowwise_data"], fields["rowwise_scale_inv"]
     m, k = data.shape
     if two_dimensional:
-        scale_inv = _spread(scale_inv[:, : _ceil_div(k, 128)], 128, 128, data.shape)
+        scale_inv = _spread(scale_inv[:, : -(-k // 128)], 128, 128, data.shape)
     else:
         scale_inv = _spread(scale_inv[:, :m].T, 1, 128, data.shape)
     return decode_e4m3(data) * scale_inv
 
 
-@np.errstate(all="ignore")
 def quantize_float8(x: Floats, pow_2_scales: bool = False, amax_epsilon: float = 0.0) -> Fields:
-    """Float8 of x [M, K] with current scaling."""
-    amax = np.fmax.reduce(np.abs(x).ravel(), initial=0).astype(np.float32)
-    amax = np.maximum(amax, np.float32(amax_epsilon))
-    scale = np.minimum(np.float32(448) / amax, FLOAT32_MAX)
-    if amax == 0 or np.isinf(amax):
-        scale = np.float32(1)
-    if pow_2_scales:
-        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
-    data = encode_e4m3(x * scale)
-    scale_inv = (np.float32(1) / scale).reshape(1)
+    """Float8 of x [M, K] with current scaling: one block."""
+    data, scale_inv = _float8(x, *x.shape, pow_2_scales, amax_epsilon, FLOAT32_MAX)
+    scale_inv = scale_inv.reshape(1)
     return {
         "rowwise_data": data,
         "rowwise_scale_inv": scale_inv,

@@ -1,8 +1,7 @@
 """One optimizer step in plain torch and NumPy: AdamW, how its state is stored, what it writes.
 
-It imports nothing from the package. Weights are encoded by ``format_reference``; states are encoded
-in float64, where the package works on the bits of float32. ``Oracle`` holds what an optimizer and
-its parameters have to hold, for the table of ``test_step_table.py``.
+It imports nothing from the package. Weights are encoded by ``format_reference``; states in float64,
+where the package works on the bits of float32.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ FACTORS = {"master_param": 0x1B56C4E9, "exp_avg": 0x846CA68B, "exp_avg_sq": 0x93
 
 
 def dither(name: str, shape: torch.Size, step: float, place: int = 0) -> np.ndarray:
-    """Numbers in 0..2**32 - 1 for each element of a state in update number ``step``.
-
-    ``place``: That of the parameter in the optimizer, which salts them.
-    """
+    """Of a state in update number ``step``; ``place`` is that of the parameter in the optimizer."""
     origin = (_hashed(_hashed(0) ^ int(step)) + place * 0x9E3779B9) % 2**32
     count = np.arange(math.prod(shape), dtype=np.uint64) + origin
     x = (count * 0xC2B2AE35) % 2**32
@@ -98,19 +94,12 @@ def _upper(random: np.ndarray | None, bits: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How float32 numbers are stored: codes, and a scale per 32 elements if ``largest`` is given.
-
-    Attributes:
-        dtype: The dtype of the codes.
-        mantissa: Stored bits of the mantissa.
-        largest: The largest number at scale 127.
-        smallest: Signed numbers below it are zero, unsigned ones are it.
-    """
+    """How float32 numbers are stored: codes, and a scale per 32 if ``largest`` is given."""
 
     dtype: torch.dtype = torch.float32
-    mantissa: int = 23
-    largest: float | None = None
-    smallest: float = 0.0
+    mantissa: int = 23  # stored bits
+    largest: float | None = None  # at scale 127
+    smallest: float = 0.0  # signed numbers below it are zero, unsigned ones are it
     signed: bool = True
 
     def encode(self, x: Tensor, random: np.ndarray | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -188,10 +177,7 @@ def high_half(value: Tensor) -> tuple[Tensor, Tensor]:
 def quantize(
     format: str, x: Tensor, before: dict[str, np.ndarray] | None = None, amax: float = 0.0
 ) -> dict:
-    """The fields of a weight; ``before`` has the scale and the amaxes of delayed scaling.
-
-    ``amax``: The largest one of the weights that share a scale.
-    """
+    """The fields of a weight; ``before`` has those of delayed scaling, ``amax`` is a shared one."""
     if format != "float8_delayed":
         return formats.quantize(format, x.numpy(), amax)
     amax, largest = np.abs(x.numpy()).max(), np.float32(448)
@@ -213,7 +199,6 @@ def quantize(
 
 
 def dequantize(format: str, fields: dict[str, np.ndarray]) -> Tensor:
-    """The float32 values of a weight."""
     return torch.from_numpy(formats.dequantize(format, fields))
 
 
@@ -231,11 +216,6 @@ def units(format: str, fields: dict[str, np.ndarray]) -> Tensor:
     return dequantize(format, fields) * (1 / 1912)
 
 
-def complete(format: str, fields: dict[str, np.ndarray], remainder: Tensor) -> Tensor:
-    """The master that int8 remainders make of a weight."""
-    return dequantize(format, fields) + remainder * units(format, fields)
-
-
 def remainders(format: str, fields: dict, value: Tensor, random: np.ndarray | None) -> Tensor:
     """The int8 remainders of a master whose codes are in ``fields``."""
     difference = value - dequantize(format, fields)
@@ -246,9 +226,9 @@ def remainders(format: str, fields: dict, value: Tensor, random: np.ndarray | No
 
 def round_to_e4m3(value: Tensor, random: np.ndarray) -> Tensor:
     """Four significant bits, rounded stochastically: what E4M3 codes can hold of a value."""
-    carried = _upper(random, 20) / 2.0**20
     flat = value.flatten().numpy().astype(np.float64)
-    return torch.from_numpy(Codec(mantissa=3)._round(flat, carried)).float().view(value.shape)
+    rounded = E4M3._round(flat, _upper(random, 20) / 2.0**20)
+    return torch.from_numpy(rounded).float().view(value.shape)
 
 
 @dataclasses.dataclass(eq=False)
@@ -276,7 +256,6 @@ class Cell:
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def decoded(self) -> Tensor:
-        """The value of the parameter itself."""
         if self.format is None:
             return self.content[""].to(torch.float32, copy=True)
         return dequantize(self.format, self.content)
@@ -289,14 +268,10 @@ class Cell:
         self._keep(None)
 
     def forget(self) -> None:
-        """Be as before the first step."""
         self.step, self.moments, self.stored, self.value = 0, {}, {}, None
 
     def overwrite(self, value: Tensor, is_plain: bool = True) -> None:
-        """Other code writes a value, which is where a master restarts that there is.
-
-        ``is_plain``: True if it is quantized by the write.
-        """
+        """Other code writes a value, from which the master restarts; plain ones are quantized."""
         remainder = self.stored.get("param_remainder")
         if remainder is not None:  # the lower bits of whatever the upper ones are now
             self.content = {"": value.to(self.dtype)}
@@ -318,7 +293,7 @@ class Cell:
         elif self.master == "int8":
             kept = remainders(self.format, self.content, self.value, random)
             self.stored["master_param"] = kept
-            self.value = complete(self.format, self.content, kept)
+            self.value = self.decoded() + kept * units(self.format, self.content)
         else:
             codec = FLOAT32 if self.master == "float32" else FLOAT16
             kept, self.value = codec.encode(self.value, random)
@@ -335,7 +310,6 @@ class Cell:
             self.content = {"": value.to(self.dtype)}
 
     def update(self, grad: Tensor, options: dict[str, Any], **factors: Tensor | None) -> None:
-        """Take one step, without what is written to the parameter and its master."""
         if self.value is None:
             self.restart()
         self.step += 1
@@ -353,7 +327,6 @@ class Cell:
             self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
 
     def round(self) -> None:
-        """Round the new value to what its master holds, or its codes without one."""
         random = dither("master_param", self.value.shape, self.step, self.place)
         if self.master == "none" and self.format is not None:
             self.value = round_to_e4m3(self.value, random)
@@ -361,7 +334,6 @@ class Cell:
             self._keep(random)
 
     def settle(self, through_dtype: bool, amax: float = 0.0) -> None:
-        """Write the new value to the parameter, and what completes it."""
         self._write(self.value, through_dtype and self.format is not None, amax)
         if self.master in ("int8", "remainder"):
             self._keep(dither("master_param", self.value.shape, self.step, self.place))
@@ -369,7 +341,6 @@ class Cell:
             self.value = self.decoded()
 
     def store_otherwise(self, master: str, options: dict[str, Any]) -> None:
-        """Go on with states that are stored in other ways, from what they stand for."""
         self.stored, self.master = {}, master
         if self.master == "none":
             self.value = self.decoded()
@@ -380,10 +351,8 @@ class Cell:
 class Oracle:
     """The parameters and states of an optimizer, and what a program has to make of them.
 
-    Args:
-        cells: One for each parameter.
-        sharing: How many of them, from the first on, share a scale.
-        options: Hyper-parameters of all groups, and how moments are stored.
+    The first ``sharing`` of them share a scale; ``options`` are those of all groups, and how
+    moments are stored.
     """
 
     def __init__(self, cells: list[Cell], sharing: int = 0, **options: Any) -> None:
@@ -415,12 +384,7 @@ class Oracle:
             cell.settle(through_dtype, amax if cell in shared else 0.0)
 
     def overwrite(self, values: list[Tensor | None], are_plain: bool = True) -> None:
-        """Other code writes float32 values, from which the masters restart.
-
-        Args:
-            values: By parameter; None leaves one alone.
-            are_plain: False if they were quantized before: the masters start from the codes then.
-        """
+        """Other code writes float32 values, from which the masters restart, but for None."""
         for cell, value in zip(self.cells, values, strict=True):
             if value is not None:
                 cell.overwrite(value, are_plain)
@@ -435,7 +399,6 @@ class Oracle:
             cell.restart()
 
     def contents(self) -> list[dict[str, Any]]:
-        """Parameters, stored states and step counts."""
         return [
             {n: torch.as_tensor(c) for n, c in cell.content.items()}
             | (cell.stored | {"step": cell.step} if cell.step else {})
