@@ -229,7 +229,7 @@ def train(stage: str, seeds: int, rule: tuple, steps: int, start: dict | None) -
         batches = [cut(held, shape, 10**6 + k) for k in range(16)]
         last = torch.stack([losses(weights, batch, config) for batch in batches]).mean(0)
     return {
-        "stage": stage, "rule": rule, "steps": steps,
+        "stage": stage, "rule": {"kind": kind, "beta2": beta2, "rate": factor}, "steps": steps,
         "tokens": steps * shape[1] * config.context, "losses": last.tolist(),
         "update": float(torch.stack(sizes)[steps // 2 :].mean()), "spike": optimizer.spike(),
         "violations": optimizer.violations(),
@@ -243,9 +243,9 @@ def report(runs: list[dict]) -> None:
     print(f"\n{first['stage']}: {first['steps']} steps, {first['tokens'] / 1e6:.1f} M tokens each")
     print("rule                  loss       gap        +-  update  spike: mean, largest")
     for run in runs:
-        kind, beta2, rate = run["rule"]
+        kind, beta2, rate = run["rule"].values()
         same_rate = rate if first["stage"] == "tuned" else 1.0
-        adam = next(r for r in runs if r["rule"] == ("adam", beta2, same_rate))
+        adam = next(r for r in runs if [*r["rule"].values()] == ["adam", beta2, same_rate])
         gaps = [a - b for a, b in zip(run["losses"], adam["losses"], strict=True)]
         run["gap"], run["error"] = statistics.mean(gaps), math.nan
         if len(gaps) > 1:
