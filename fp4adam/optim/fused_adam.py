@@ -145,11 +145,12 @@ class FusedAdam(Optimizer):
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
+        self._targets.are_shown = False  # there are none yet
         _join_scale_groups(self.param_groups, scale_groups)
         # For parameters that join; lists name those of now, and would keep them alive.
         self.scale_groups = scale_groups if callable(scale_groups) else None
         if not self._has_te_layout:
-            _warn_of_plain_matrices(self._engine.params)
+            _warn_of_plain_matrices(self._stepped.params)
 
     def _set_up(self, options: Options) -> None:
         self._targets = Targets(options)
@@ -160,7 +161,12 @@ class FusedAdam(Optimizer):
 
     @property
     def _engine(self) -> Engine:
-        """The engine of all parameters, with groups as they are now; it holds the states."""
+        """The engine of all parameters, for code that shows or changes states."""
+        self._targets.are_shown = True
+        return self._stepped
+
+    @property
+    def _stepped(self) -> Engine:
         self._whole.groups = [Group(group, group["params"]) for group in self.param_groups]
         return self._whole
 
@@ -180,16 +186,15 @@ class FusedAdam(Optimizer):
         self._sync_steps(engine)
         if not (self._has_te_layout or self._targets.options.hides_states):
             return engine.states
-        if engine.view is None or engine.view.data is not engine.states:
-            # Megatron asks a state for a master with decoupled gradients, without them for none.
-            shows_own_masters = self.master_weights and self.use_decoupled_grad
-            engine.view = te_layout.StatesView(
-                engine.states, self._has_te_layout and shows_own_masters, not self._has_te_layout
-            )
-        return engine.view
+        # Megatron asks a state for a master with decoupled gradients, without them for none.
+        shows_own_masters = self.master_weights and self.use_decoupled_grad
+        return te_layout.StatesView(
+            engine.states, self._has_te_layout and shows_own_masters, not self._has_te_layout
+        )
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
+        self._targets.are_shown = True
         stored = state.data if isinstance(state, te_layout.StatesView) else state
         self.__dict__["state"] = self._whole.states = stored
 
@@ -218,7 +223,7 @@ class FusedAdam(Optimizer):
             del self.param_groups[count:]
             raise
         if self._is_releasing:
-            self._release.attach(self._engine)
+            self._release.attach(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
@@ -282,7 +287,7 @@ class FusedAdam(Optimizer):
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        engine, options = self._engine, self._targets.options
+        engine, options = self._stepped, self._targets.options
         if self._is_releasing:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
@@ -326,7 +331,7 @@ class FusedAdam(Optimizer):
         if self._is_releasing:
             self._release.drop_gradients()
         if self.use_decoupled_grad:
-            for param in self._engine.params:
+            for param in self._stepped.params:
                 if getattr(param, "decoupled_grad", None) is not None:
                     param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
 
@@ -356,7 +361,7 @@ class FusedAdam(Optimizer):
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; leave clipping out, or remove() the handle"
             )
-        return self._engine.measure(max_norm, norm_type, error_if_nonfinite)
+        return self._stepped.measure(max_norm, norm_type, error_if_nonfinite)
 
     def enable_gradient_release(self) -> GradientRelease:
         """Step each parameter as soon as its gradient is complete, and free the gradient.
@@ -443,17 +448,19 @@ class FusedAdam(Optimizer):
         """
         state_dict = self._passed(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         with torch._C.DisableTorchFunctionSubclass():
-            states, groups, given = saving.loaded(self._engine, state_dict, self.defaults)
+            engine = self._engine
+            states, groups, given = saving.loaded(engine, state_dict, self.defaults)
             self.state = states
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(new)
             self._targets.forget_marks()
-            self._whole.forget()
+            engine.forget()
             if self._is_releasing:
-                self._release.forget(self._engine)
-            saving.load_masters(self._engine, given)
-        self._sync_steps(self._engine)
+                self._release.forget(self._stepped)
+            saving.load_masters(self._stepped, given)
+        self._sync_steps(engine)
+        self._targets.are_shown = False  # all states are new
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

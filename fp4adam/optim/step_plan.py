@@ -96,22 +96,29 @@ class StepPlan:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
+        self._fingerprint, self._states = _weights(self.members), _states(self.members)
         launches = [group.launch for group in self._groups]
         # What a captured step reads besides parameters, states and gradients.
         self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
         self._present: list[bool] | None = None
 
-    def fits(self) -> bool:
-        """Whether the plan is still valid for the current parameters, states and gradients."""
+    def fits(self, are_shown: bool) -> bool:
+        """Whether the plan is still valid for the current parameters, states and gradients.
+
+        ``are_shown``: Whether other code may hold the states, and so may have changed them.
+        """
         return (
             self._fingerprint.unchanged()
-            and [*map(version, self._bounded)] == self._versions_of_bounded
+            and not (are_shown and self._states_changed())
             and self.counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
             and not any(m.fits_a_launch(self._read_grad(m.owner)) for m in self._by_operators)
         )
+
+    def _states_changed(self) -> bool:
+        versions = [*map(version, self._bounded)]
+        return not self._states.unchanged() or versions != self._versions_of_bounded
 
     def check_gradients(self) -> None:
         """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
@@ -213,8 +220,8 @@ def _is_loose(member: Target) -> bool:
     return member.param._shared.tensors.counter is None
 
 
-def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fingerprint:
-    """The fingerprint of all parameters and states; the marks of parameters follow it.
+def _weights(members: Sequence[Target]) -> Fingerprint:
+    """The fingerprint of all parameters; their marks follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
@@ -231,7 +238,6 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     by_sharding: dict[bool, list[Target]] = defaultdict(list)
     for m in members:
         by_sharding[is_dtensor(m.owner)].append(m)
-    states: dict[tuple, list[dict]] = defaultdict(list)
     for sharded, here in by_sharding.items():
         borrowed = [m for m in here if m.borrowed]
         for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
@@ -253,12 +259,6 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
             add(noted)
         add(noted, read=_local if sharded else None, placed=True)
         add(others, False, read=_local if sharded else None, placed=True)
-        for m in here:
-            states[sharded, (*m.state_names, *more_names)].append(m.state)
-    columns += [
-        Column(alike, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
-        for (sharded, names), alike in states.items()
-    ]
     fingerprint = Fingerprint(columns)
     indices: dict[Target, list[int]] = defaultdict(list)
     spans = fingerprint.spans()
@@ -268,6 +268,16 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     for member, found in indices.items():
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
+
+
+def _states(members: Sequence[Target]) -> Fingerprint:
+    alike: dict[tuple, list[dict]] = defaultdict(list)
+    for m in members:
+        alike[is_dtensor(m.owner), ("step", *m.state_names)].append(m.state)
+    return Fingerprint(
+        Column(states, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
+        for (sharded, names), states in alike.items()
+    )
 
 
 def _ratio(member: Target) -> float:

@@ -509,7 +509,10 @@ class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
     ``places``: Those of parameters in the groups, equal on all ranks and in runs that go on.
+    ``are_shown``: Whether code other than steps may hold their states, and so may change them.
     """
+
+    are_shown = False
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -153,6 +153,7 @@ def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
         if not float(step) >= 0:
             raise ValueError(f"step of a group must be a number >= 0, got {step!r}")
         engine.drop_plan()
+        engine.targets.are_shown = True  # to the plans of released gradients
         for state in _counted(engine, params):
             state["step"] = torch.full_like(state["step"], float(step))
 
