@@ -40,7 +40,7 @@ ARGUMENTS = dict(
 
 def train(out, seed=0, resume=None, **options):
     torch.manual_seed(seed)
-    trainer = build_trainer(out, lr=1e-2, **ARGUMENTS, **options)
+    trainer = build_trainer(out, **ARGUMENTS | dict(learning_rate=1e-2) | options)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
@@ -99,6 +99,15 @@ def test_first_save_without_plain_state_dict_names_it(tmp_path, monkeypatch):
         train(tmp_path, bf16=False)
 
 
+def test_released_gradients_give_the_same_bits_or_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must not clip or accumulate .* got max_grad_norm=1\.0"):
+        train(tmp_path, release=True)
+    options = dict(max_steps=2, gradient_accumulation_steps=1, max_grad_norm=0.0)
+    runs = [train(tmp_path, release=release, **options) for release in (False, True)]
+    pair = [snapshot(run.optimizer.optimizer) for run in runs]
+    assert_identical(*({part: s[part] for part in ("params", "state")} for s in pair))
+
+
 @pytest.mark.skipif(not MODELS.is_file(), reason="there is no docs/ beside this copy of tests/")
 def test_gpt2_is_quantized_as_the_docs_say():
     (block,) = re.findall(
@@ -122,7 +131,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
     torch.manual_seed(0)
     texts = [text[: 8 * CONTEXT].view(-1, CONTEXT) for text in load_text()]
     trainer = Trainer(
-        build_model(),
+        fp4adam.use_plain_state_dict(build_model()),
         TrainingArguments(
             str(tmp_path),
             **ARGUMENTS | dict(max_steps=2, save_steps=1, lr_scheduler_type="constant"),

@@ -9,7 +9,7 @@ from aot import INEXACT, compile_ahead_of_time, count
 triton = pytest.importorskip("triton", reason="nothing can be compiled without Triton")
 tl = pytest.importorskip("triton.language")
 
-from fp4adam.kernels.tiles.codes import e4m3_bytes, round_to  # noqa: E402
+from fp4adam.kernels.tiles.codes import e4m3_code, round_to  # noqa: E402
 
 E4M3_VALUE = "fp4adam.kernels.tiles.codes.e4m3_value"
 
@@ -26,7 +26,7 @@ def to_bfloat16(x):
 
 @triton.jit
 def to_e4m3(x):
-    return e4m3_bytes(x, True)
+    return e4m3_code(x, True)
 
 
 def elementwise_job(function: str, x: str, y: str, sm: int) -> dict:
