@@ -307,7 +307,6 @@ class Engine:
         checks.check_state(param, state, options, self.on_host)
 
     def _is_in_training(self, param: Tensor) -> bool:
-        """Whether a parameter without a gradient now has a valid state from earlier steps."""
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
             return False
         try:
@@ -320,7 +319,6 @@ class Engine:
     # Masters
 
     def reset_masters(self, params: Sequence[Tensor]) -> None:
-        self.settle()
         self.drop_plan()
         settle_written(sharded_weights(params))
         for member in [self.targets[param] for param in params]:

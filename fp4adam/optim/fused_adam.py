@@ -163,7 +163,8 @@ class FusedAdam(Optimizer):
     def _engine(self) -> Engine:
         """The engine of all parameters, for code that shows or changes states."""
         self._targets.are_shown = True
-        return self._stepped
+        self._stepped.settle()
+        return self._whole
 
     @property
     def _stepped(self) -> Engine:
@@ -178,11 +179,10 @@ class FusedAdam(Optimizer):
     def state(self) -> dict[Any, Any]:
         """State per parameter, as in ``torch.optim.Optimizer``; of ``FusedAdam`` a view of it.
 
-        It waits for the last step where that may have been skipped, and until offloaded states have
-        arrived on the host; so read it anew after every step.
+        It waits for the last step where that may be skipped, and for offloaded states; so read it
+        anew after every step. From then on steps check that no other code has changed it.
         """
         engine = self._engine
-        engine.settle()
         self._sync_steps(engine)
         if not (self._has_te_layout or self._targets.options.hides_states):
             return engine.states
@@ -273,8 +273,7 @@ class FusedAdam(Optimizer):
                 "closure and grad_scaler"
             )
         if grad_scaler is not None:
-            arguments = () if closure is None else (closure,)
-            return grad_scaler.step(self, *arguments)
+            return grad_scaler.step(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -305,7 +304,6 @@ class FusedAdam(Optimizer):
         self._sync_steps(engine)
 
     def _sync_steps(self, engine: Engine) -> None:
-        """Take counts that other code has set in the groups, and show the others there."""
         if self._has_te_layout:
             te_layout.take_steps(engine, engine.shown_steps)
             engine.shown_steps = te_layout.show_steps(engine)
@@ -393,9 +391,9 @@ class FusedAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies.
-        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups,
-        ``master_param`` an int16 remainder with ``store_param_remainders``.
+        As in ``torch.optim``, FP32 tensors are the optimizer's own, not copies. ``FusedAdam`` has
+        Transformer Engine's layout: ``step`` in the groups, ``master_param`` an int16 remainder
+        with ``store_param_remainders``.
         """
         return self._saved(compact=False)
 
@@ -417,13 +415,11 @@ class FusedAdam(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         engine = self._engine
-        engine.settle()
         self._sync_steps(engine)
         state_dict = saving.saved(engine, compact, self._has_te_layout)
         return self._passed(self._optimizer_state_dict_post_hooks, state_dict)
 
     def _passed(self, hooks: dict[int, Callable], state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict after it has gone through the hooks that users have registered."""
         for hook in hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
@@ -448,18 +444,17 @@ class FusedAdam(Optimizer):
         """
         state_dict = self._passed(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         with torch._C.DisableTorchFunctionSubclass():
-            engine = self._engine
-            states, groups, given = saving.loaded(engine, state_dict, self.defaults)
+            states, groups, given = saving.loaded(self._engine, state_dict, self.defaults)
             self.state = states
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(new)
             self._targets.forget_marks()
-            engine.forget()
+            self._whole.forget()
             if self._is_releasing:
-                self._release.forget(self._stepped)
-            saving.load_masters(self._stepped, given)
-        self._sync_steps(engine)
+                self._release.forget(self._engine)
+            saving.load_masters(self._engine, given)
+        self._sync_steps(self._engine)
         self._targets.are_shown = False  # all states are new
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

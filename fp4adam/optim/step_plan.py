@@ -27,7 +27,7 @@ from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import LaunchKey, ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, version
+from fp4adam.tensors.fingerprint import Column, Fingerprint
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -81,7 +81,7 @@ class StepPlan:
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
-        self._bounded = [
+        bounded = [
             m.tensors[name]
             for group in self._groups
             for m in group.members
@@ -89,14 +89,14 @@ class StepPlan:
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
-        self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
         self.has_run = False  # all kernels have been loaded then, so a CUDA graph can record them
         self.counter: StepCounter | DeviceCounter
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint, self._states = _weights(self.members), _states(self.members)
+        self._fingerprint = _weights(self.members)
+        self._states = _states(self.members, bounded)
         launches = [group.launch for group in self._groups]
         # What a captured step reads besides parameters, states and gradients.
         self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
@@ -109,16 +109,12 @@ class StepPlan:
         """
         return (
             self._fingerprint.unchanged()
-            and not (are_shown and self._states_changed())
+            and (not are_shown or self._states.unchanged())
             and self.counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
             and not any(m.fits_a_launch(self._read_grad(m.owner)) for m in self._by_operators)
         )
-
-    def _states_changed(self) -> bool:
-        versions = [*map(version, self._bounded)]
-        return not self._states.unchanged() or versions != self._versions_of_bounded
 
     def check_gradients(self) -> None:
         """Raise if operators cannot step a parameter with its gradient; kernels never see it."""
@@ -270,14 +266,15 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
     return fingerprint
 
 
-def _states(members: Sequence[Target]) -> Fingerprint:
+def _states(members: Sequence[Target], bounded: list[Tensor]) -> Fingerprint:
     alike: dict[tuple, list[dict]] = defaultdict(list)
     for m in members:
         alike[is_dtensor(m.owner), ("step", *m.state_names)].append(m.state)
-    return Fingerprint(
+    columns = [
         Column(states, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
         for (sharded, names), states in alike.items()
-    )
+    ]
+    return Fingerprint([*columns, Column(bounded, versioned=True)])  # kernels raise no versions
 
 
 def _ratio(member: Target) -> float:
