@@ -226,7 +226,7 @@ TRAINED = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1", "NVFP4 2D", "NVFP4 wi
 @pytest.mark.parametrize(
     ("program", "options", "rows"),
     [
-        ("matmul.py", "--repeats 1", 70),
+        ("matmul.py", "--repeats 1", 34),
         ("numerics.py", f"{SMALL} --context 32 --lr 4e-3 --tokens 5120", 4),
         ("qat.py", f"{SMALL} --context 16 --steps 10", 8),
         ("refit.py", "--format nvfp4 --steps 1 --batch 1", 2),
@@ -251,7 +251,7 @@ def test_others_run_and_their_figures_are_numbers(program, options, rows, tmp_pa
         text = report("numerics_report.py", out, "--png", picture, "--drawn", "NVFP4 2D")
         ends = [sum(trained["last_validation_losses"]) / 64 for trained in found]
         gap = ends[2] - (ends[0] + ends[1]) / 2
-        assert f"| NVFP4 2D | {ends[2]:.4f} | {gap:+.4f} ± " in re.sub(" +", " ", text)
+        assert f"| {ends[2]:.4f} | {gap:+.4f} ± " in text
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 

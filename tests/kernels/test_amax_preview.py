@@ -73,7 +73,6 @@ PAIRS = [("adamw", value) for value in VALUES] + [(case, "one outlier") for case
 FLOAT8 = [("adamw", "normal"), ("lr above the weights", "zero"), ("through BF16", "normal")]
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     ("quantizer", "case", "value"),
     [*((NVFP4, *pair) for pair in dict.fromkeys(PAIRS)), *((FLOAT8_QUANTIZER, *p) for p in FLOAT8)],

@@ -206,14 +206,14 @@ def test_a_removed_release_keeps_no_parameters_alive() -> None:
     model, optimizer = pair(None)[0]
     mlp_loss(model, 0).backward()
     optimizer.step()
-    optimizer._release.remove()
-    optimizer._release.remove()
+    for _ in range(2):
+        optimizer._release.remove()
     assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))
-    group, gone = optimizer.param_groups[0], weakref.ref(model[0].weight)
-    group["params"][0] = Parameter(random((64, 32), 1).bfloat16())
+    gone = weakref.ref(model[0].weight)
     optimizer.state.pop(model[0].weight)
+    optimizer.param_groups[0]["params"][0] = Parameter(random((64, 32), 1).bfloat16())
     del model
-    set_grads(group["params"], 1)
+    set_grads(all_params(optimizer), 1)
     optimizer.step()
     gc.collect()
     assert gone() is None

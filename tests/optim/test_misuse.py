@@ -395,10 +395,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         call(lambda s: s.weight.fsdp_pre_all_gather(None)), R,
         ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
     ),
-    "FSDP2: put together what is not sharded": (
-        call(lambda s: s.weight.fsdp_post_all_gather((), (), torch.float32)), R,
-        ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
-    ),
     "ZeRO: no process group": (scattering([torch.ones(8)], [0]), R, ("ranks of a process group",
         "got none", "init_process_group")),
     "ZeRO: past the end": (scattering([torch.ones(8)], [4090]), V, ("4096 elements", "[4090, 4098)",

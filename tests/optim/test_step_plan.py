@@ -169,12 +169,6 @@ def test_launches_do_not_depend_on_the_number_of_tensors(
         assert len(count_launches(monkeypatch, optimizer)) == kernels
 
 
-def test_operators_that_are_asked_for_launch_nothing(trained, monkeypatch):
-    trained.param_groups[0]["fused"] = False
-    set_grads(trained.param_groups[0]["params"], 2)
-    assert count_launches(monkeypatch, trained) == []
-
-
 def test_steps_that_the_device_skips_are_not_counted(trained, device):
     plans = set()
     for overflow in (1.0, 0.0, 1.0):

@@ -289,11 +289,10 @@ def step_of_some(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def lr_zero(run: Run, oracle: Oracle, seed: int) -> None:
     """Moments are gathered while weights rest."""
-    lr = oracle.options["lr"]
-    for each in (0.0, lr):
-        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = each
-        if not each:
-            both(run, oracle, seed)
+    group, lr = run.optimizer.param_groups[0], oracle.options["lr"]
+    oracle.options["lr"] = group["lr"] = 0.0
+    both(run, oracle, seed)
+    oracle.options["lr"] = group["lr"] = lr
 
 
 @move

@@ -397,6 +397,8 @@ def test_value_before_quantization_follows_every_write():
     param = new_param()  # nobody asked
     param.detach().copy_(randn())
     assert param._high_precision_init_val is None
+    with pytest.raises(AttributeError, match="a NVFP4Tensor keeps no value"):
+        param.get_high_precision_init_val()
 
 
 def test_assigning_data(device):
