@@ -512,10 +512,8 @@ class Targets:
     ``are_shown``: Whether code other than steps may hold their states, and so may change them.
     """
 
-    are_shown = False
-
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options, self.are_shown = options, False
         self.places: dict[Tensor, int] = {}
         self._known: dict[Tensor, Target] = {}
 
