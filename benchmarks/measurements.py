@@ -106,7 +106,7 @@ SECTIONS = (
         "![Milliseconds per step of every optimizer](benchmarks/h200/step_gpt.png)\n\n"
         "![Bytes per parameter of every optimizer: weight, gradient, "
         "state](benchmarks/h200/step_gpt_memory.png)",
-        ("step",),
+        ("../h100/step", "step"),
         STEP,
         "gpt",
     ),
@@ -136,7 +136,7 @@ SECTIONS = (
         "Two GPUs with FSDP2",
         "A GPT of 1.0 billion parameters in BF16, 8 sequences of 1,024 per GPU; the second "
         "table with compiled blocks.",
-        ("scaling_2gpu_eager", "scaling_2gpu_compiled"),
+        ("scaling_2gpu_eager", "scaling_2gpu_compiled", "../h100/scaling_fp8"),
         SCALING,
     ),
     Section(
@@ -144,7 +144,7 @@ SECTIONS = (
         "transformers' Llama in the shape of Llama-3.1-8B, one sequence of 4,096 tokens, "
         "activations kept or recomputed; embeddings and head in BF16. Quantized weights have the "
         "directions that their matmuls read: both with FP8 matmuls, else one.",
-        ("full_finetune",),
+        ("../h100/full_finetune", "../h100/full_finetune_compiled"),
         FINETUNING,
     ),
     Section(
@@ -210,7 +210,8 @@ def source(about: Row, name: str, rows: list[Row] = ()) -> str:
     commit = [f"commit {about['commit']}"] if about.get("commit") else []
     device = [about["device"]] if about["device"] != DEVICE else []
     versions = [f"{k} {v}" for k, v in about["versions"].items() if USUAL.get(k) != v]
-    return f"*{', '.join([*device, *versions, dates, *commit])}: `h200/{name}.json`*"
+    file = name.removeprefix("../") if "/" in name else f"h200/{name}"
+    return f"*{', '.join([*device, *versions, dates, *commit])}: `{file}.json`*"
 
 
 def section(spec: Section) -> list[str]:
