@@ -45,7 +45,7 @@ from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for, shard
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.optim.state_tensor import SCALES
 from helpers import assert_identical, random
-from ranks import all_ranks, home, use_kernels
+from ranks import all_ranks, home
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -244,10 +244,7 @@ def zero_redundancy_optimizer() -> type[Optimizer]:
 
 
 class Twin:
-    """A model in one process and over ranks, in a layout, each with its optimizer.
-
-    ``states`` are some of ``STATES``, by commas.
-    """
+    """A model in one process and over ranks, with some of ``STATES``, by commas."""
 
     def __init__(
         self,
@@ -257,11 +254,8 @@ class Twin:
         cols: int,
         states: str = "",
         dtype: torch.dtype = torch.bfloat16,
-        by_kernels: bool = False,
         **options: Any,
     ) -> None:
-        if by_kernels:
-            use_kernels()
         if "grouped" in layout:
             options["scale_groups"] = [["0.weight", "2.weight"]]
         self.build = partial(build, rows, cols, recipe, dtype, **options)
