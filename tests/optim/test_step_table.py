@@ -224,7 +224,12 @@ class Run:
             state = {n: t for n, t in states.get(i, {}).items() if n in STORED}
             if state:
                 state["step"] = int(state["step"])
-            found.append({n: _on_cpu(x) for n, x in (fields | state).items()})
+            found.append(
+                {
+                    n: x if n == "step" else x.detach().cpu().clone().contiguous()
+                    for n, x in (fields | state).items()
+                }
+            )
         return found
 
 
@@ -233,10 +238,6 @@ STORED = ("step", "max_exp_avg_sq", "param_remainder") + tuple(
     for name in ("exp_avg", "exp_avg_sq", "master_param")
     for suffix in ("", "_scale")
 )
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
 
 
 def make_oracle(run: Run) -> Oracle:
