@@ -224,12 +224,8 @@ class Run:
             state = {n: t for n, t in states.get(i, {}).items() if n in STORED}
             if state:
                 state["step"] = int(state["step"])
-            found.append(
-                {
-                    n: x if n == "step" else x.detach().cpu().clone().contiguous()
-                    for n, x in (fields | state).items()
-                }
-            )
+            tensors = ((n, torch.as_tensor(x)) for n, x in (fields | state).items())
+            found.append({n: x.detach().cpu().clone() for n, x in tensors})
         return found
 
 

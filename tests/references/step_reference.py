@@ -385,8 +385,8 @@ class Oracle:
             cell.restart()
 
     def contents(self) -> list[dict[str, Any]]:
-        return [
-            {n: torch.as_tensor(c) for n, c in cell.content.items()}
-            | (cell.stored | {"step": cell.step} if cell.step else {})
-            for cell in self.cells
-        ]
+        found = []
+        for cell in self.cells:
+            state = cell.stored | {"step": cell.step} if cell.step else {}
+            found.append({n: torch.as_tensor(x) for n, x in (cell.content | state).items()})
+        return found
