@@ -552,10 +552,6 @@ class Targets:
             if known is not None and known.state is state:
                 known.unbind()
 
-    def forget_marks(self) -> None:
-        for target in self._known.values():
-            target.forget()
-
     def grad_reader(self, owners: Iterable[Tensor]) -> ReadGrad:
         """A function that returns the local part of a gradient of one of these, or None."""
         read: ReadGrad = attrgetter("grad")
@@ -567,6 +563,5 @@ class Targets:
 
 
 def scales_of(owner: Tensor) -> Hashable:
-    own = local(owner)
-    is_in_group = isinstance(own, QuantizedTensor) and own._shared.scale_group is not None
-    return own._shared.scale_group if is_in_group else owner
+    shared = getattr(local(owner), "_shared", None)
+    return getattr(shared, "scale_group", None) or owner
