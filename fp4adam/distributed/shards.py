@@ -52,8 +52,6 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         if shared.init_val is not None or shared.stepped_by:
             # The master weight must start from what has been quantized.
             shared.init_val = value
-    elif (kept := shard.written_value()) is not None and torch.equal(kept, shard._read(kept.dtype)):
-        shared.init_val = None  # each rank has written what it had
     shared.unsettled = False
 
 
@@ -106,7 +104,8 @@ def check_shards(model: nn.Module) -> None:
             exchange()
         pairs = zip(own, largest, strict=True)
         is_same = all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
-        differs = torch.tensor([float(shard.numel() and not is_same)], device=infos[0].device)
+        is_same = is_same or not shard.numel()
+        differs = torch.tensor([float(not is_same)], device=infos[0].device)
         for info in infos:
             dist.all_reduce(differs, dist.ReduceOp.MAX, info.group)
         if differs:
