@@ -417,7 +417,8 @@ def fill(twin: Twin, seed: int) -> None:
 def overwrite_elsewhere(twin: Twin, seed: int) -> None:
     """All but the last rank write the values that they have, after which masters would go on."""
     whole, param = twin.params(seed)
-    old = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole.detach().clone()
+    is_quantized = isinstance(whole, QuantizedTensor)
+    old = whole.dequantize(torch.float32) if is_quantized else whole.detach().clone()
     value = part(param, old)
     if is_last(param):
         local(value).copy_(part_for(param, _random(twin, seed, seed)))
