@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from stdlib_text import load_text
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from fp4adam import FP4Adam, quantize_model, use_plain_state_dict
@@ -35,8 +35,50 @@ def build_model(format: str | None = "nvfp4") -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     if format is None:
         return model
-    # The Trainer saves with safetensors.
-    return use_plain_state_dict(quantize_model(model, format))
+    return quantize_model(model, format)
+
+
+class TrainerOptimizer:
+    """What a Trainer makes its optimizer of, so that all of its arguments are obeyed.
+
+    To a class in ``optimizer_cls_and_kwargs`` it hands weight_decay alone of its arguments; what is
+    no class of optimizers it calls with the model.
+    """
+
+    def __call__(
+        self, model: nn.Module, args: TrainingArguments, release: bool = False, **options: Any
+    ) -> FP4Adam:
+        """The optimizer of a model, which can be saved from now on.
+
+        Args:
+            model: The quantized model.
+            args: Of the Trainer.
+            release: Free each gradient in the backward pass.
+            options: Others of FP4Adam, such as ``states``.
+        """
+        if release and (args.max_grad_norm or args.gradient_accumulation_steps > 1):
+            raise ValueError(
+                "a Trainer must not clip or accumulate gradients that are released, got "
+                f"max_grad_norm={args.max_grad_norm} and gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}; set them to 0 and 1"
+            )
+        use_plain_state_dict(model)  # the Trainer saves with safetensors
+        trained = [param for param in model.parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for param in trained if param.ndim > 1]},
+            {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = FP4Adam(
+            groups,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+            **options,
+        )
+        if release:
+            optimizer.enable_gradient_release()
+        return optimizer
 
 
 def collate(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -45,24 +87,22 @@ def collate(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def build_trainer(out: str | Path, lr: float = 3e-3, **arguments: Any) -> Trainer:
+def build_trainer(out: str | Path, release: bool = False, **arguments: Any) -> Trainer:
     """A Trainer of a new model, that reads the text in its order.
 
     Args:
         out: Folder of the checkpoints.
-        lr: Peak learning rate.
-        arguments: Others of TrainingArguments.
+        release: As TrainerOptimizer takes it.
+        arguments: Of TrainingArguments.
     """
     text, _ = load_text()
-    args = TrainingArguments(str(out), learning_rate=lr, adam_beta2=0.95, **arguments)
-    # The Trainer itself hands weight_decay on, and nothing else.
-    numbers = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    args = TrainingArguments(str(out), **{"learning_rate": 3e-3, "adam_beta2": 0.95} | arguments)
     return Trainer(
         build_model(),
         args,
         train_dataset=text[: len(text) // CONTEXT * CONTEXT].view(-1, CONTEXT),
         data_collator=collate,
-        optimizer_cls_and_kwargs=(FP4Adam, numbers),
+        optimizer_cls_and_kwargs=(TrainerOptimizer, {"args": args, "release": release}),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import SCALAR_COLUMNS
-from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES, field, pointer, state_offsets
+from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES, field, pointer, tile_offsets
 from fp4adam.kernels.tiles.codes import capability, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG,
@@ -176,15 +176,14 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
     )
 
 
-# Elements per instance of the assembly: their dependent operations overlap.
-PACK = 4
 # The fast path takes |a| from 2^LEAST_A and v from 2^LEAST_V up to 2^SPAN times as much, c from 1/2
 # to 2^MOST_C, and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
 # subnormal or too large.
 LEAST_A, LEAST_V, SPAN, MOST_C, MOST_EPS = -78, -100, 138, 26, 40
 
 
-def _quotient_assembly() -> str:
+@triton.constexpr_function
+def quotient_assembly(PACK):
     """PTX for PACK elements of :func:`update_quotient`; operands are outputs, a, v, c and eps.
 
     The fast path is what ptxas itself makes of ``sqrt.rn.f32`` and ``div.rn.f32``: an approximation
@@ -242,20 +241,23 @@ def _quotient_assembly() -> str:
     return "{ " + " ".join([*lines, *slow, "DONE:"]) + " }"
 
 
-_QUOTIENT = tl.constexpr(_quotient_assembly())
-_OPERANDS = tl.constexpr(",".join(["=f"] * PACK + ["f"] * 4 * PACK))
-_PACK = tl.constexpr(PACK)
+@triton.constexpr_function
+def quotient_operands(PACK):
+    return ",".join(["=f"] * PACK + ["f"] * 4 * PACK)
 
 
 @triton.jit
-def update_quotient(a, v, c, eps):
+def update_quotient(a, v, c, eps, PACK: tl.constexpr = 4):
     """a / (sqrt(v) * c + eps), each operation correctly rounded.
 
-    a, v: float32 tiles. c, eps: float32 scalars.
+    a, v: float32 tiles. c, eps: float32 scalars. PACK: elements per instance of the assembly, which
+    a thread has side by side; their dependent operations overlap.
     """
     if capability() > 0:
+        assembly: tl.constexpr = quotient_assembly(PACK)
+        operands: tl.constexpr = quotient_operands(PACK)
         quotient = tl.inline_asm_elementwise(
-            _QUOTIENT, _OPERANDS, [a, v, c, eps], dtype=tl.float32, is_pure=True, pack=_PACK
+            assembly, operands, [a, v, c, eps], dtype=tl.float32, is_pure=True, pack=PACK
         )
     else:
         quotient = tl.div_rn(a, tl.sqrt_rn(v) * c + eps)
@@ -288,8 +290,9 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
         # Keeps a NaN on either side, since comparisons with NaN are False.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
     p = p - update_quotient(
-        m * scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps
-    )
+        m * scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps,
+        state_lanes(VARIANT),
+    )  # fmt: skip
     # A zero step leaves the value alone: no decay, and the sign of a zero stays.
     p = tl.where(scalars.step_size != 0, p, value)
     return p, m, v, largest
@@ -318,7 +321,7 @@ def step_tile(
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     LANES: tl.constexpr = state_lanes(VARIANT)
-    offs = state_offsets(stride, BR, BC, LANES)
+    offs = tile_offsets(stride, BR, BC, LANES)
     old = scales
     if scales is None:
         old = Scales(

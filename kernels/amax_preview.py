@@ -43,7 +43,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.store import load_masters, store_tile
-from fp4adam.kernels.tiles.codes import capability, round_through
+from fp4adam.kernels.tiles.codes import round_through
 from fp4adam.kernels.tiles.state import (
     dtype_of,
     has_scales,
@@ -64,19 +64,6 @@ SLACK = tl.constexpr(0.9998)
 COMPLETED_SLACK = tl.constexpr(0.995)
 # Programs that look for tensors to write again: enough for any GPU, few enough to cost nothing.
 N_REQUANTIZE = 512
-
-
-@triton.jit
-def largest_of_lanes(x, LANES: tl.constexpr):
-    """The largest magnitudes [BR, BC / LANES] of neighbours; NaN counts only if there is no other.
-
-    NaN is no larger than any number for ``tl.maximum``.
-    """
-    BR: tl.constexpr = x.shape[0]
-    BC: tl.constexpr = x.shape[1]
-    if capability() == 0:
-        x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
-    return tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
 
 
 @triton.jit

@@ -53,10 +53,10 @@ def _dequantize_kernel(
         code = tl.load(data_ptr + start[:, None] + offs, mask, 0)
     elif PLAIN:
         words = tl.load((data_ptr + start).to(tl.pointer_type(tl.uint32)) + group, inside, 0)
-        code = (words[:, None] >> (4 * lane)) & 0xF
+        code = words.to(tl.int32, bitcast=True)[:, None] << (28 - 4 * lane)
     else:
         code = tl.load(data_ptr + start[:, None] + offs // 2, mask, 0).to(tl.int32)
-        code = (code >> (4 * (lane % 2))) & 0xF
+        code = code << (28 - 4 * (lane % 2))
     CODE: tl.constexpr = F.code
     value = code_values(code, CODE)
     scale = 0

@@ -16,14 +16,12 @@ import triton.language as tl
 from fp4adam.kernels.tiles.codes import (
     capability,
     e2m1_code,
-    e2m1_round,
     e2m1_value,
     e4m3_code,
     e4m3_value,
     e4m3_word_values,
     e4m3_words,
     e8m0_code_up,
-    e8m0_reciprocal,
     e8m0_value,
     pack_words,
 )
@@ -211,7 +209,7 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
         else:
             # 1 / 448 rounded to float32; a division would give the same scales.
             scale = e8m0_code_up(amax * 0.0022321429569274187)
-        factor = e8m0_reciprocal(scale)
+        factor = e8m0_value(scale, True)
         scale = scale.to(tl.uint8)
     elif F.scale == "float32":
         factor = float32_scale(amax, epsilon, F.largest, F.pow_2)
@@ -253,10 +251,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
     C: tl.constexpr = x.shape[1]
     value = x
     if CODE == "e2m1":
-        if VALUES:
-            code, value = e2m1_round(x)
-        else:
-            code = e2m1_code(x)
+        code, value = e2m1_code(x, VALUES)
         words = pack_words(code, 4, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
@@ -268,7 +263,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
 
 @triton.jit
 def code_values(code, CODE: tl.constexpr):
-    """The float32 values of codes, one per element."""
+    """The float32 values of codes, one per element; of 4 bits in the highest of int32."""
     if CODE == "e2m1":
         value = e2m1_value(code)
     else:
@@ -338,21 +333,26 @@ _FOUR_FLOATS = tl.constexpr(
     " prmt.b32 $2, x, 0x4B000000, 0x7442;"
     " prmt.b32 $3, x, 0x4B000000, 0x7443; }"
 )
-# Byte 2 of four numbers, less 128.
+# Bits 15 to 22 of four numbers, less 128.
 _FOUR_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0062; prmt.b32 high, $3, $4, 0x0062;"
-    " prmt.b32 low, low, high, 0x5410; xor.b32 $0, low, 0x80808080; }"
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x6521; prmt.b32 high, $3, $4, 0x6521;"
+    " shr.u32 low, low, 7; shr.u32 high, high, 7;"
+    " prmt.b32 low, low, high, 0x6420; xor.b32 $0, low, 0x80808080; }"
 )
 
 
 @triton.jit
-def code_power(value, F: tl.constexpr):
-    """The bits, int32, of the powers of two of codes with these float32 values."""
+def code_power(value, F: tl.constexpr, INVERTED: tl.constexpr):
+    """The powers of two, float32, of codes with these float32 values, or two over them."""
     LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
-    power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+    bits = value.to(tl.int32, bitcast=True)
+    if INVERTED:
+        power = tl.minimum(~bits & 0x7F800000, 0x7F800000 - LEAST)
+    else:
+        power = tl.maximum(bits & 0x7F800000, LEAST)
     if F.caps:
-        power = tl.where(tl.abs(value) == 6.0, 0x41000000, power)
-    return power
+        power = tl.where(tl.abs(value) == 6.0, 0x3E800000 if INVERTED else 0x41000000, power)
+    return power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -364,16 +364,15 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     FORM: tl.constexpr = F.form
     PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
-    # One over the unit of codes with the power of two 1.
+    # Half of one over the unit of codes with the power of two 1.
     if F.scale == "e8m0":
         # A power of two times that of scale 1, so nothing has to be divided.
-        inverse = tl.div_rn(1.0, 1.0 * (1.0 / PER_POWER))
-        inverse = tl.minimum(inverse * e8m0_reciprocal(scale), FP32_MAX)
+        inverse = tl.div_rn(0.5, 1.0 * (1.0 / PER_POWER))
+        inverse = tl.minimum(inverse * e8m0_value(scale, True), FP32_MAX * 0.5)
     else:
-        inverse = tl.minimum(tl.div_rn(1.0, of_units * (1.0 / PER_POWER)), FP32_MAX)
+        inverse = tl.minimum(tl.div_rn(0.5, of_units * (1.0 / PER_POWER)), FP32_MAX * 0.5)
     value = in_blocks(value, F.block, FORM)
-    # The reciprocal of a power of two.
-    power = (0x7F000000 - code_power(value, F)).to(tl.float32, bitcast=True)
+    power = code_power(value, F, True)
     steps = in_blocks(master, F.block, FORM) - value * per_element(factor, FORM)
     steps = steps * (per_element(inverse, FORM) * power)
     # From 256 to 512 a number has 15 bits below the point, which the dither rounds up or down. The
@@ -385,13 +384,13 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
         inside = tl.minimum(tl.maximum(steps, 257.0), 511.0)
         steps = tl.where(steps == steps, inside, float("inf"))
     bits = tl.minimum(steps.to(tl.uint32, bitcast=True), 0x7F800000)
-    bits = ((bits << 1) + (in_blocks(dither, F.block, FORM) >> 16)).to(tl.int32)
+    bits = (bits + (in_blocks(dither, F.block, FORM) >> 17)).to(tl.int32)
     if capability() > 0:
         remainder = tl.inline_asm_elementwise(
             _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
         )
     else:
-        remainder = ((bits >> 16) ^ 0x80).to(tl.int8)
+        remainder = ((bits >> 15) ^ 0x80).to(tl.int8)
     return tl.reshape(remainder, (master.shape[0], master.shape[1]))
 
 
@@ -415,7 +414,7 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
         else:
             steps = remainder.to(tl.float32)
         steps = in_blocks(tl.where(steps == -128.0, float("nan"), steps), F.block, FORM)
-        power = code_power(blocks, F).to(tl.float32, bitcast=True)
+        power = code_power(blocks, F, False)
         master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
     return tl.reshape(master, (value.shape[0], value.shape[1]))
 

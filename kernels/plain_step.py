@@ -10,7 +10,7 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import SIGNALS, Scales, Variant, load_scalars, state_pointers, step_tile
 from fp4adam.kernels.launch.launch import Launch, compute_capability
-from fp4adam.kernels.launch.tensor_table import field, pointer, state_offsets, takes_part
+from fp4adam.kernels.launch.tensor_table import field, pointer, takes_part, tile_offsets
 from fp4adam.kernels.tiles.codes import round_to
 from fp4adam.kernels.tiles.state import (
     are_narrow,
@@ -23,7 +23,7 @@ from fp4adam.kernels.tiles.state import (
 )
 
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
-# hint of ``state_offsets``.
+# hint of ``tile_offsets``.
 ROW = tl.constexpr(512)
 # Of narrow states: rows and stages of the loop. They take many instructions per byte, so that the
 # loads of a turn have to overlap with the work on others.
@@ -49,7 +49,7 @@ def _store_param(ptr, start, mask, value, VARIANT: tl.constexpr):
     """Store a row of the parameter, if the value is not the parameter itself."""
     if VARIANT.write_dtype is not None:
         param = round_to(value, VARIANT.write_dtype)
-        tl.store(ptr + start + state_offsets(ROW, 1, ROW), param, mask)
+        tl.store(ptr + start + tile_offsets(ROW, 1, ROW, 4), param, mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
@@ -107,7 +107,7 @@ def _plain_kernel(
         )
         _store_param(param, first, None, value, VARIANT)
     else:
-        mask = first + state_offsets(ROW, 1, ROW) < numel
+        mask = first + tile_offsets(ROW, 1, ROW, 4) < numel
         value, _, _, _ = step_tile(
             pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW
         )
@@ -170,6 +170,13 @@ def update_scaled(
     """
     if not has_scales(*variant.codecs) or starts_from_codes(variant.value_codec):
         return [], variant
+    return updated_before(table, scalars, shapes, variant)
+
+
+def updated_before(
+    table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
+) -> tuple[list[Launch], Variant]:
+    """The launches that update states, flat, and the variant of a pass that reads new masters."""
     rest = variant._replace(
         exp_avg_codec="float32", exp_avg_sq_codec="float32", amsgrad=False, is_updated=True
     )

@@ -21,7 +21,7 @@ from fp4adam.kernels.adam import (
     state_pointers,
     step_tile,
 )
-from fp4adam.kernels.amax_preview import PreviewedLaunch, largest_of_lanes, report_amax
+from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
@@ -29,13 +29,13 @@ from fp4adam.kernels.launch.tensor_table import (
     load_tile,
     pointer,
     size,
-    state_offsets,
     storage_pointers,
     takes_part,
+    tile_offsets,
     tile_start,
 )
 from fp4adam.kernels.launch.tile_lists import BAND, tile_grid
-from fp4adam.kernels.plain_step import update_scaled
+from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
@@ -44,7 +44,7 @@ from fp4adam.kernels.store import (
     store_row_scales,
     store_tile,
 )
-from fp4adam.kernels.tiles.codes import round_through
+from fp4adam.kernels.tiles.codes import capability, round_through
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
@@ -59,8 +59,8 @@ from fp4adam.kernels.tiles.state import (
 
 
 @triton.constexpr_function
-def field_shape(F, BR, BC, field):
-    """The shape of a field of a :class:`Part` [BR, BC]."""
+def field_shape(F, PARTS, BR, BC, field):
+    """The shape of a field of each :class:`Part` [BR, BC]."""
     code, scale, block, _, _, rowwise, columnwise, square, *_ = F  # Triton 3.6: a plain tuple
     words, none = (BR, BC * CODE_BITS[code] // 32), (1, 1)
     keeps_scales = scale in ("e4m3", "e8m0")
@@ -72,17 +72,8 @@ def field_shape(F, BR, BC, field):
         "columns": words if twice else none,
         "column_scale": (down, BC) if twice else none,
     }
-    return shapes[field] if keeps_scales or not field.endswith("scale") else none
-
-
-@triton.jit
-def _room(
-    F: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FIELD: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Zeros for a field of PARTS parts [BR, BC]."""
-    tile = tl.zeros(field_shape(F, BR, BC, FIELD), DTYPE)
-    return tl.broadcast_to(tile[None, :, :], (PARTS, tile.shape[0], tile.shape[1]))
+    shape = shapes[field] if keeps_scales or not field.endswith("scale") else none
+    return PARTS, *shape
 
 
 @triton.jit
@@ -126,7 +117,7 @@ def _encode_part(
             dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        tl.store(remainders + start + state_offsets(cols, BR, BC, LANES), remainder, mask)
+        tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
         if not F.square or i == 0:
@@ -215,10 +206,10 @@ def step_kernel(
     # The update takes registers for one part only. Codes and scales of all parts wait in words, so
     # that whole rows of the tile, transposed ones too, are written as long segments.
     kept = Part(
-        _room(F, PARTS, BR, BC, "rows", tl.uint32),
-        _room(F, PARTS, BR, BC, "row_scale", tl.uint8),
-        _room(F, PARTS, BR, BC, "columns", tl.uint32),
-        _room(F, PARTS, BR, BC, "column_scale", tl.uint8),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "rows"), tl.uint32),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "row_scale"), tl.uint8),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "columns"), tl.uint32),
+        tl.zeros(field_shape(F, PARTS, BR, BC, "column_scale"), tl.uint8),
     )
     if HOLDS:
         held = tl.zeros((PARTS, BR, BC), tl.int32)
@@ -229,10 +220,11 @@ def step_kernel(
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
     DC: tl.constexpr = 0 if DOWN else BC
-    scale_words = load_scale_words(
-        states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
-        min(PARTS, 4), BR, BC,
-    )  # fmt: skip
+    if VARIANT.is_updated:
+        scale_words = load_scale_words(
+            states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
+            min(PARTS, 4), BR, BC,
+        )  # fmt: skip
     given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
@@ -271,7 +263,11 @@ def step_kernel(
         else:
             if REPORTS:
                 x = round_through(value, VARIANT.write_dtype)
-                largest = tl.maximum(largest, largest_of_lanes(x, LANES))
+                if capability() == 0:
+                    x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
+                # NaN is no larger than any number for ``tl.maximum``.
+                x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
+                largest = tl.maximum(largest, x)
             kept = _encode_part(
                 kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
             )
@@ -401,7 +397,11 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         # Blocks that are held take 64 registers of a thread with 8 warps.
         masked = Form(128, 128, 8, 128, 8, 1, 255)
         if variant.is_updated:
-            return Form(128, 128, 128, 128, 8, 1, 255), masked
+            if not F.square or sm != 90:
+                return Form(128, 128, 128, 128, 8, 1, 255), masked
+            # Two programs fit on a multiprocessor: one loads while the other stores.
+            whole = Form(128, 128, 128, 128, 16, 1, 64)
+            return whole, masked if has_scales(codecs[0]) else whole._replace(registers=128)
         if are_narrow(*codecs):
             # Without masters the dither of codes takes registers too.
             part = 32 if is_roomy and codecs[0] != "codes" else 16
@@ -410,28 +410,37 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small
 
 
+def is_ragged(F: Format, rows: int, cols: int) -> bool:
+    """Whether vector accesses to the rows or columns of a matrix would be unaligned."""
+    return F.scale == "float32" and bool(rows % 16 or cols % 16)
+
+
 def tiles_of(
     shapes: list[tuple[int, int]], F: Format, large: Form, edge: Form
-) -> tuple[Tensor, int]:
-    """The tiles of matrices, large ones first, and the number of those.
+) -> tuple[Tensor, list[int]]:
+    """The tiles of matrices: large ones, those at edges, and those of ragged matrices.
 
     Returns:
-        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and a count.
+        int32 [n_tiles, 4], (tensor, first row, first column, rows << 16 | columns), and where each
+        kind begins and the last one ends.
     """
-    whole, rest = [], []
+    whole, rest, ragged = [], [], []
     # Short pieces of transposed rows meet their neighbours in L2.
     band = BAND if F.scale in ("e4m3", "") else None
     for i, (rows, cols) in enumerate(shapes):
         bottom, right = rows - rows % large.rows, cols - cols % large.cols
-        if F.scale == "float32" and (rows % 16 or cols % 16):
-            bottom = right = 0  # vector accesses would be unaligned
+        if is_ragged(F, rows, cols):
+            ragged.append(tile_grid((i, 0, rows, 0, cols), edge[:2]))
+            continue
         whole.append(tile_grid((i, 0, bottom, 0, right), large[:2], band))
         rest.append(tile_grid((i, 0, bottom, right, cols), edge[:2]))
         rest.append(tile_grid((i, bottom, rows, 0, cols), edge[:2]))
-    for lists, form in ((whole, large), (rest, edge)):
+    counts = [0]
+    for lists, form in ((whole, large), (rest, edge), (ragged, edge)):
         for tiles in lists:
             tiles[:, 3] = form.rows << 16 | form.cols
-    return torch.cat(whole + rest), sum(map(len, whole))
+        counts.append(counts[-1] + sum(map(len, lists)))
+    return torch.cat(whole + rest + ragged), counts
 
 
 def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
@@ -441,10 +450,17 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
     F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon
-    tiles, n_whole = tiles_of(shapes, F, *forms(F, variant, 90))
+    tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
     updates, rest = update_scaled(table, scalars, shapes, variant)
-    both = forms(F, rest, compute_capability(table.device))
+    sm = compute_capability(table.device)
+    kinds = [(rest, form) for form in forms(F, rest, sm)]
+    kinds.append(kinds[1])
+    ragged = [each if is_ragged(F, *each) else (0, 0) for each in shapes]
+    if ends[3] > ends[2] and not (rest.is_updated or starts_from_codes(rest.value_codec)):
+        # States are contiguous, whatever the rows of a matrix are.
+        more, updated = updated_before(table, scalars, ragged, variant)
+        updates, kinds[2] = [*updates, *more], (updated, forms(F, updated, sm)[1])
 
     def launches(
         slots: Tensor | None = None,
@@ -457,15 +473,15 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     ) -> list[Launch]:
         """Those over large tiles, and those over the tiles at edges."""
         made = [*updates]
-        ranges = (0, n_whole, False), (n_whole, len(tiles), True)
-        for form, (first, last, is_edge) in zip(both, ranges, strict=True):
+        for i, ((used, form), first) in enumerate(zip(kinds, ends[:-1], strict=True)):
+            last = ends[i + 1]
             ratios = None if tile_ratios is None else tile_ratios[first:last]
             bounds = None if tile_amaxes is None else tile_amaxes[first:last]
             given = table, scalars, tiles[first:last], slots, amaxes, next_amaxes, bounds, exceeding
             constexprs = dict(
-                VARIANT=rest,
+                VARIANT=used,
                 F=F,
-                MASKED=is_edge and F.scale == "float32",
+                MASKED=i > 0 and F.scale == "float32",
                 TR=form.rows,
                 TC=form.cols,
                 BR=form.part_rows,

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from fp4adam.kernels.format import code_values, complete
-from fp4adam.kernels.launch.tensor_table import state_offsets, tile_offsets, tile_start
-from fp4adam.kernels.tiles.codes import bytes_of, store_words, transpose_words
+from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
+from fp4adam.kernels.tiles.codes import bytes_of, transpose_words
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def load_masters(
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
         ptr += tile_start(row, col // LANES, cols // LANES)
         offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
-        code = (tl.load(ptr + offs)[:, :, None].to(tl.int32) >> (4 * tl.arange(0, LANES))) & 0xF
+        code = tl.load(ptr + offs)[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, LANES))
         value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
-        value = code_values(tl.load(ptr + state_offsets(cols, BR, BC, LANES), mask), CODE)
+        value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
     scale = 0
     if F.scale != "":
         ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
@@ -67,7 +67,7 @@ def load_masters(
             scale = tl.load(ptr, (row + tl.arange(0, BR) < rows)[:, None], 1.0)
     remainder = None
     if remainders is not None:
-        remainder = tl.load(remainders + start + state_offsets(cols, BR, BC, LANES), mask)
+        remainder = tl.load(remainders + start + tile_offsets(cols, BR, BC, LANES), mask)
     return complete(value, scale, tensor_amax, epsilon, remainder, F)
 
 
@@ -80,32 +80,40 @@ def store_codes(
     storage: pointers to uint32; or to uint8, which may be unaligned. mask: bool [TR, TC], of the
     elements to write; None for all.
     """
-    N: tl.constexpr = 32 // F.bits
     if F.rowwise:
-        _store_rows(storage.rowwise_data, part.rows, row, col, cols, mask, F.bits, TR, TC)
+        store_words(storage.rowwise_data, part.rows, row, col, cols, mask, F.bits, TR, TC)
     if F.columnwise and F.transposes:
         words = part.rows if F.square else part.columns
         if mask is None:
             words = transpose_words(words, F.bits, TR, TC)
-            store_words(storage.columnwise_data, col, row // N, rows // N, words, TC, TR // N)
+            store_words(storage.columnwise_data, words, col, row, rows, None, F.bits, TC, TR)
         else:
             ptr = storage.columnwise_data.to(tl.pointer_type(tl.uint8))
             ptr += tile_start(col, row, rows) + tile_offsets(rows, TC, TR)
             tl.store(ptr, tl.trans(bytes_of(words, TR, TC)), tl.trans(mask))
     elif F.columnwise and not F.square:
-        _store_rows(storage.columnwise_data, part.columns, row, col, cols, mask, F.bits, TR, TC)
+        store_words(storage.columnwise_data, part.columns, row, col, cols, mask, F.bits, TR, TC)
 
 
 @triton.jit
-def _store_rows(
+def store_words(
     data, words, row, col, cols, mask, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Store the codes of a tile [R, C]; in a mask byte by byte, where other nibbles stay."""
+    """Store words of the codes of a tile [R, C]; in a mask by bytes, where other nibbles stay.
+
+    data: pointer to uint32, or to uint8 with any alignment, which is written byte by byte.
+    """
+    N: tl.constexpr = 32 // BITS
+    PER_BYTE: tl.constexpr = 8 // BITS
     if mask is None:
-        N: tl.constexpr = 32 // BITS
-        store_words(data, row, col // N, cols // N, words, R, C // N)
+        if data.dtype.element_ty == tl.uint32:
+            ptr = data + tile_start(row, col // N, cols // N)
+            tl.store(ptr + tile_offsets(cols // N, R, C // N), words)
+        else:
+            ptr = data + tile_start(row, col // PER_BYTE, cols // PER_BYTE)
+            ptr += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
+            tl.store(ptr, bytes_of(words, R, C // PER_BYTE))
     else:
-        PER_BYTE: tl.constexpr = 8 // BITS
         data = data.to(tl.pointer_type(tl.uint8))
         data += tile_start(row, col // PER_BYTE, cols // PER_BYTE)
         data += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
@@ -155,12 +163,17 @@ def store_column_scales(
 
 
 @triton.jit
-def _store_swizzled(out, row, block, blocks, scale, R: tl.constexpr, C: tl.constexpr):
-    """Store scales (uint8 [R, C]) at (row, block) of a swizzled matrix; ``kernels/swizzle.py``.
+def _store_swizzled(
+    out, row, block, blocks, scale, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Store scales at (row, block) of a swizzled matrix; see ``kernels/swizzle.py``.
 
-    ``blocks``: per row of the matrix. C is a power of two, and ``block`` a multiple of it. out:
-    aligned to 4 bytes.
+    scale: uint8 [R, C]; of square blocks [R / B, C]. ``blocks``: per row of the matrix. C is a
+    power of two, and ``block`` a multiple of it. out: aligned to 4 bytes.
     """
+    if F.square:
+        scale = tl.broadcast_to(scale[:, None, :], (R // F.block, F.block, C))
+        scale = tl.reshape(scale, (R, C))
     i, j = row + tl.arange(0, R)[:, None], block + tl.arange(0, C)[None, :]
     # Shifts take fewer registers than divisions, which handle negative numbers too.
     tile = (i >> 7).to(tl.int64) * ((blocks + 3) >> 2) + (j >> 2)
@@ -168,16 +181,6 @@ def _store_swizzled(out, row, block, blocks, scale, R: tl.constexpr, C: tl.const
     # Up to four blocks of a row are adjacent and aligned, so the hint allows stores of whole words.
     WORD: tl.constexpr = min(C, 4)
     tl.store(out + tl.max_contiguous(tl.multiple_of(offs, (1, WORD)), (1, WORD)), scale)
-
-
-@triton.jit
-def _for_rows(scale, F: tl.constexpr, R: tl.constexpr):
-    """Scales of square blocks [R / B, n], each for all of its rows: [R, n]. Others as they are."""
-    if F.square:
-        N: tl.constexpr = scale.shape[1]
-        spread = tl.broadcast_to(scale[:, None, :], (R // F.block, F.block, N))
-        scale = tl.reshape(spread, (R, N))
-    return scale
 
 
 @triton.jit
@@ -191,9 +194,9 @@ def store_tile(
     if F.swizzled:
         B: tl.constexpr = F.block
         if F.rowwise:
-            scale, out = _for_rows(part.row_scale, F, TR), storage.rowwise_gemm_scale
-            _store_swizzled(out, row, col // B, cols // B, scale, TR, TC // B)
+            out = storage.rowwise_gemm_scale
+            _store_swizzled(out, row, col // B, cols // B, part.row_scale, F, TR, TC // B)
         if F.columnwise:
-            columns = part.row_scale if F.square else part.column_scale
-            scale, out = _for_rows(tl.trans(columns), F, TC), storage.columnwise_gemm_scale
-            _store_swizzled(out, col, row // B, rows // B, scale, TC, TR // B)
+            scale, out = part.column_scale, storage.columnwise_gemm_scale
+            scale = tl.trans(part.row_scale if F.square else scale)
+            _store_swizzled(out, col, row // B, rows // B, scale, F, TC, TR // B)

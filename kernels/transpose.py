@@ -14,8 +14,8 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_offsets,
     tile_start,
 )
-from fp4adam.kernels.store import edge_mask
-from fp4adam.kernels.tiles.codes import store_words, transpose_words
+from fp4adam.kernels.store import edge_mask, store_words
+from fp4adam.kernels.tiles.codes import transpose_words
 
 # Side of a whole tile by bits, 64 bytes in either direction; and side of a tile at an edge.
 TILE = {4: 128, 8: 64}
@@ -42,7 +42,7 @@ def _transpose_kernel(table, tiles, BITS: tl.constexpr, WHOLE: tl.constexpr, SID
     source += tile_start(row, col // N, cols // N) + tile_offsets(cols // N, SIDE, SIDE // N)
     if WHOLE:
         words = transpose_words(tl.load(source), BITS, SIDE, SIDE)
-        store_words(target, col, row // N, rows // N, words, SIDE, SIDE // N)
+        store_words(target, words, col, row, rows, None, BITS, SIDE, SIDE)
     else:
         mask = edge_mask(row, col // N, rows, cols // N, True, SIDE, SIDE // N)
         code = tl.load(source, mask, 0)

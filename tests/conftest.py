@@ -73,12 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
         interpreter.sanitize_overflow(True)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if config.option.markexpr == QUICK:
-        return "tests: the quick ones; make test-all runs all of them"
-    return f"tests: {config.option.markexpr or 'all'}"
-
-
 def pytest_collection_finish() -> None:
     """Tests and modules live to the end: gc.collect() need not visit them each time."""
     gc.collect()

@@ -40,17 +40,6 @@ def _language(function: Callable) -> list:
     return [m for m in function.__globals__.values() if m is tl or m is tl.core]
 
 
-def _patch_attr(obj: Any, name: str, member: Callable, builder: Any, scope: Any) -> None:
-    """A function of the language is called with its semantics, whatever the caller gave."""
-    function = getattr(member, "__wrapped__", member)  # without the check that it has any
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = _semantic
-        return function(*args, **kwargs)
-
-    scope.set_attr(obj, name, call)
-
-
 def _patch_lang_tensor_of_numpy_2_4(tensor: type, scope: Any) -> None:
     """Numbers that a kernel counts to: Triton 3.6 takes them in a way that NumPy 2.4 refuses."""
     _patch_lang_tensor(tensor, scope)
@@ -180,7 +169,6 @@ def install() -> None:
     """Change the interpreter of this process."""
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_lang_tensor = _patch_lang_tensor_of_numpy_2_4
-    interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _get_np_dtype
     interpreter._validate_np_data_size = _fits
     interpreter.InterpreterBuilder.create_splat = lambda _, *args: _splat(*args)

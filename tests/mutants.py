@@ -15,8 +15,8 @@ test function, how many mutants it kills and how many it alone, and a greedy cov
 cover and kills nothing alone may go.
 
 ``--json`` takes the verdicts; a run that is repeated continues there. Survivors that change nothing
-are listed in ``equivalent_mutants.txt``, with the reason. mutmut and cosmic-ray do neither: one
-wraps functions, which Triton compiles from their source, the other runs all tests.
+are listed in ``equivalent_mutants.txt``. Of others, mutmut wraps functions, which Triton compiles
+from their source, and cosmic-ray runs all tests.
 """
 
 from __future__ import annotations
@@ -481,16 +481,20 @@ def run_pytest(folder: Path, arguments: list[str], plugin: Any, deadline: float)
     return names.get(os.waitstatus_to_exitcode(status), "failed")
 
 
-def in_copies(function: Callable[[Path, Any], Any], work: list, folders: list[Path]) -> Iterator:
+def in_copies(
+    function: Callable[[Path, Any], Any], work: list, folders: list[Path], deadline: float
+) -> Iterator:
     """What a function makes of each item in one of the folders, as many at a time; not None."""
     global _job
-    _job = function, work, folders
+    _job = function, work, folders, deadline
     with multiprocessing.get_context("fork").Pool(len(folders)) as pool:
         yield from (x for x in pool.imap_unordered(_do, range(len(work))) if x is not None)
 
 
 def _do(number: int) -> Any:
-    function, work, folders = _job
+    function, work, folders, deadline = _job
+    if time.monotonic() > deadline:
+        return None
     worker = int(multiprocessing.current_process().name.rpartition("-")[2])  # they are numbered
     return function(folders[worker % len(folders)], work[number])
 
@@ -503,8 +507,6 @@ class Judge:
         self.reached, self.times = record.reached()
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
         self.verdicts: list[dict[str, Any]] = results.get("verdicts", [])
-        # On how many mutants a test function ran.
-        self.ran = Counter(results.get("ran", {}))
         # Tests that have failed, and files that could not be collected: whether they pass without
         # a mutant.
         self.passes: dict[str, bool] = {}
@@ -543,7 +545,7 @@ class Judge:
         end = run_pytest(folder, [*options, *files], plugin, min(deadline, self.deadline))
         return end, [*dict.fromkeys((folder / "failed").read_text().splitlines())]
 
-    def judge(self, folder: Path, mutant: Mutant) -> tuple[dict[str, Any], list[str]] | None:
+    def judge(self, folder: Path, mutant: Mutant) -> dict[str, Any] | None:
         """Run tests until one fails, or all; those that fail without the mutant, too, go."""
         begin, failed, end = time.monotonic(), [], "failed"
         path, stops = folder / mutant.path, () if self.options.matrix else ("-x",)
@@ -569,38 +571,24 @@ class Judge:
         verdict = {"passed": "survived", "failed": "killed"}.get(end, end)
         if verdict == "survived" and mutant.key in known_equivalents():
             verdict = "equivalent"
-        place = dict(key=mutant.key, path=mutant.path, line=mutant.lines[0])
-        text = dict(before=mutant.before, after=mutant.after)
-        seconds = round(time.monotonic() - begin, 1)
-        found = dict(verdict=verdict, failed=failed, tests=len(tests), seconds=seconds)
-        return {**place, **text, **found}, tests
+        seconds, ran = round(time.monotonic() - begin, 1), [*dict.fromkeys(map(function_of, tests))]
+        found = dict(key=mutant.key, verdict=verdict, failed=failed, ran=ran, seconds=seconds)
+        return dataclasses.asdict(mutant) | found
 
     def judge_all(self, folders: list[Path]) -> None:
-        for entry, tests in in_copies(self.judge, self.work, folders):
+        for entry in in_copies(self.judge, self.work, folders, self.deadline):
             self.verdicts.append(entry)
-            self.ran.update(map(function_of, tests))
             print(
-                f"{entry['verdict']:11}{entry['path']}:{entry['line']}  {entry['after']}",
+                f"{entry['verdict']:11}{entry['path']}:{entry['lines'][0]}  {entry['after']}",
                 flush=True,
             )
             self.write()
-
-    def table(self) -> dict[str, Counter]:
-        """Numbers of verdicts, by folder."""
-        table: dict[str, Counter] = defaultdict(Counter)
-        for each in self.verdicts:
-            table[folder_of(each["path"])][each["verdict"]] += 1
-        for folder, count in self.unreached.items():
-            table[folder]["not reached"] = count
-        return table
 
     def write(self) -> None:
         results = {
             "seed": self.options.seed,
             "python": platform.python_version(),
             "torch": sys.modules["torch"].__version__,
-            "folders": self.table(),
-            "ran": self.ran,
             "changed_since_recorded": sorted(self.stale),
             "verdicts": self.verdicts,
         }
@@ -612,13 +600,14 @@ class Judge:
         """The survivors, and a table of verdicts by folder."""
         for each in self.verdicts:
             if each["verdict"] == "survived":
-                yield f"{each['path']}:{each['line']}\n  - {each['before']}\n  + {each['after']}"
+                place = f"{each['path']}:{each['lines'][0]}"
+                yield f"{place}\n  - {each['before']}\n  + {each['after']}"
         if self.options.matrix:
             yield from self.cover()
-        columns = ("killed", "timeout", "survived", "equivalent", "no tests", "not reached")
-        yield f"{'':24}" + "".join(f"{column:>12}" for column in columns)
-        for folder, counts in sorted(self.table().items()):
-            yield f"{folder:24}" + "".join(f"{counts[column]:12}" for column in columns)
+        counts = Counter((folder_of(each["path"]), each["verdict"]) for each in self.verdicts)
+        counts.update({(folder, "not reached"): n for folder, n in self.unreached.items()})
+        for (folder, verdict), n in sorted(counts.items()):
+            yield f"{folder:24}{verdict:>12}{n:8}"
 
     def cover(self) -> Iterator[str]:
         """Test functions by what they kill; those that a greedy cover takes have a plus."""
@@ -634,9 +623,10 @@ class Judge:
             best = max(gain, key=lambda test: (gain[test], -seconds[test]))
             taken.append(best)
             left = [killers for killers in left if best not in killers]
+        ran = Counter(test for each in self.verdicts for test in each["ran"])
         yield f"{'kills':>7}{'alone':>7}{'ran':>7}{'s':>7}"
-        for test, ran in sorted(self.ran.items(), key=lambda item: (-total[item[0]], item[0])):
-            numbers = f"{total[test]:7}{alone[test]:7}{ran:7}{seconds[test]:7.1f}"
+        for test in sorted(ran, key=lambda test: (-total[test], test)):
+            numbers = f"{total[test]:7}{alone[test]:7}{ran[test]:7}{seconds[test]:7.1f}"
             yield f"{numbers} {'+' if test in taken else ' '} {test}"
 
 
@@ -704,7 +694,7 @@ def main() -> None:
 
         lacking = record.lacking(options.tests)
         print(f"recording the tests of {len(lacking)} files", flush=True)
-        for path, reached in in_copies(recorded, lacking, folders):
+        for path, reached in in_copies(recorded, lacking, folders, half):
             record.tests[path] = reached
             print(f"{len(reached['tests']):5} tests of {path}", flush=True)
             record.write(record_file)

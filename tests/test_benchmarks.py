@@ -186,17 +186,6 @@ def test_steps_of_several_processes(tmp_path):
     assert "| differ from step 2 | differ: exp_avg |" in out
 
 
-def test_predicted_times_are_those_of_the_ceilings():
-    """FP8 halves products and moves more; a faster memory shortens what is moved alone."""
-    roofline = load("roofline")
-    predicted_ms = roofline.predicted_ms
-    shape = roofline.GPTConfig(5, 32, 4096, 1024), 8 * 1024
-    bf16, fp8 = (predicted_ms("NVIDIA H100 80GB HBM3", *shape, is_fp8, 28.0) for is_fp8 in (0, 1))
-    assert 0.5 * bf16 < fp8 < 0.75 * bf16 and 60 < bf16 < 94
-    assert predicted_ms("NVIDIA H200", *shape, True, 28.0) < fp8
-    assert predicted_ms("CPU", *shape, True, 28.0) is None
-
-
 def test_training_steps(tmp_path):
     path = tmp_path / "new" / "training.json"
     only = "torch AdamW;FusedAdam, BF16;TE FusedAdam;NVFP4"
@@ -237,7 +226,7 @@ TRAINED = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1", "NVFP4 2D", "NVFP4 wi
 @pytest.mark.parametrize(
     ("program", "options", "rows"),
     [
-        ("matmul.py", "--repeats 1", 70),
+        ("matmul.py", "--repeats 1", 34),
         ("numerics.py", f"{SMALL} --context 32 --lr 4e-3 --tokens 5120", 4),
         ("qat.py", f"{SMALL} --context 16 --steps 10", 8),
         ("refit.py", "--format nvfp4 --steps 1 --batch 1", 2),
@@ -245,7 +234,7 @@ TRAINED = ("BF16 + AdamW, seed 0", "BF16 + AdamW, seed 1", "NVFP4 2D", "NVFP4 wi
     ],
 )
 def test_others_run_and_their_figures_are_numbers(program, options, rows, tmp_path):
-    out = tmp_path / "new" / "out.json"
+    out = tmp_path / "out.json"
     options = ["--device", "cpu", *options.split()]
     options += ["--out" if program == "numerics.py" else "--json", out]
     if program == "numerics.py":
@@ -262,7 +251,7 @@ def test_others_run_and_their_figures_are_numbers(program, options, rows, tmp_pa
         text = report("numerics_report.py", out, "--png", picture, "--drawn", "NVFP4 2D")
         ends = [sum(trained["last_validation_losses"]) / 64 for trained in found]
         gap = ends[2] - (ends[0] + ends[1]) / 2
-        assert f"| NVFP4 2D | {ends[2]:.4f} | {gap:+.4f} ± " in re.sub(" +", " ", text)
+        assert f"| {ends[2]:.4f} | {gap:+.4f} ± " in text
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -268,14 +268,6 @@ def test_rounded_trained_and_distilled(capsys):
     assert "W8A16     W8A8" in capsys.readouterr().out
 
 
-def test_every_program_has_a_help():
-    """A program that starts to train for ``--help`` surprises."""
-    programs = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
-    assert len(programs) > 8
-    for path in programs:
-        assert "parse_args" in path.read_text(), path.name
-
-
 def test_notebook_runs(monkeypatch):
     pytest.importorskip("matplotlib")
     cells = json.loads((EXAMPLES / "quick_start.ipynb").read_text())["cells"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp4adam
-from fp4adam import FusedAdam, fp4_utils, fp8_utils
+from fp4adam import FusedAdam, fp4_utils, fp8_utils, quantize_model
 from helpers import RECIPES
 
 PAGE = Path(__file__).parent / "interop/te_names.md"
@@ -27,10 +27,8 @@ def table_of_names() -> dict[str, tuple[set[str], set[str]]]:
 
 
 def tensors() -> list[Any]:
-    made = [quantizer.quantize(torch.ones(32, 32)) for quantizer in RECIPES.values()]
-    for tensor in made:
-        tensor._high_precision_init_val = torch.ones(32, 32)
-    return made
+    layers = (quantize_model(nn.Linear(32, 32), quantizer) for quantizer in RECIPES.values())
+    return [layer.weight for layer in layers]
 
 
 def options() -> list[Any]:

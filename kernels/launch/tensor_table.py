@@ -68,21 +68,17 @@ def tile_start(row, col, cols):
 
 
 @triton.jit
-def tile_offsets(stride, BR: tl.constexpr, BC: tl.constexpr):
-    """Element offsets [BR, BC] from the start of a tile of a matrix with rows ``stride`` apart."""
-    return tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
+def tile_offsets(stride, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 0):
+    """Element offsets [BR, BC] from the start of a tile of a matrix with rows ``stride`` apart.
 
-
-@triton.jit
-def state_offsets(stride, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 4):
-    """:func:`tile_offsets` for gradients and states, with LANES neighbours per thread.
-
-    Four are 16 bytes of FP32. Without the hint, Triton would also load 16 bytes of a BF16 gradient
-    per thread, eight neighbours, and then compute the moments twice, once in each layout.
+    LANES: neighbours per thread, for gradients and states; 0 leaves them to Triton. Four are 16
+    bytes of FP32. Without the hint, Triton would also load 16 bytes of a BF16 gradient per thread,
+    eight neighbours, and then compute the moments twice, once in each layout.
     """
-    # Not by `tile_offsets`: a hint on the result of a call is lost by inlining.
     offs = tl.arange(0, BR)[:, None] * stride + tl.arange(0, BC)[None, :]
-    return tl.max_contiguous(offs, (1, LANES))
+    if LANES != 0:
+        offs = tl.max_contiguous(offs, (1, LANES))
+    return offs
 
 
 class Storage(NamedTuple):

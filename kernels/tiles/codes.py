@@ -5,8 +5,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-
 # Four numbers to a word of E4M3 codes, and back.
 _FOUR_CODES = tl.constexpr(
     "{ .reg .b16 low, high;"
@@ -77,51 +75,50 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_code(x):
-    """Code of the nearest E2M1 value, ties to the even code.
+def e2m1_code(x, VALUES: tl.constexpr):
+    """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 
-    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32. Returns int32.
+    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32, a product or the
+    like, of which NaN has no sign on a GPU. Returns int32, and float32 with the sign of x.
     Magnitudes above 6, and Inf, saturate to 6 with their sign. NaN becomes +6, and zero keeps its
     sign.
     """
-    magnitude = tl.abs(x)
-    # Half the code is min(a, a/2 + 1, a/4 + 2, 3.5), lines that meet at 2, 4 and 6. Adding 2^22,
-    # where FP32 has a spacing of 0.5, rounds each to even and leaves the code in the low bits.
-    # Choosing a line by comparisons first would take fewer instructions, but more of the slow kind.
-    low = (magnitude + 4194304.0).to(tl.uint32, bitcast=True)
-    middle = (magnitude * 0.5 + 4194305.0).to(tl.uint32, bitcast=True)
-    high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
-    # An unsigned integer minimum, because the interpreter's float minimum treats NaN differently.
-    code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
-    # As signed integers, -Inf and all negative numbers are below the negative NaNs, so this
-    # comparison drops the sign of NaN.
-    return code | tl.where(x.to(tl.int32, bitcast=True) <= -0x800000, 8, 0)
-
-
-@triton.jit
-def e2m1_round(x):
-    """The codes of :func:`e2m1_code`, and their values, float32, with the sign of x."""
-    bits = x.to(tl.int32, bitcast=True)
-    # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
-    rounder = tl.maximum(bits & 0x7F800000, 0x3F800000) + (22 << 23)
-    rounder = rounder.to(tl.float32, bitcast=True)
-    value = (tl.abs(x) + rounder) - rounder
-    # As unsigned integers, all NaN are above 6.
-    value = tl.minimum(value.to(tl.uint32, bitcast=True), 0x40C00000).to(tl.float32, bitcast=True)
-    # The reverse of :func:`e2m1_value`.
-    code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
-    code |= tl.where(bits <= -0x800000, 8, 0)
-    signed = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
-    return code, signed.to(tl.float32, bitcast=True)
+    magnitude, bits, value = tl.abs(x), x.to(tl.int32, bitcast=True), x
+    if VALUES:
+        # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
+        # For Inf and NaN the sum is negative, so the maximum is 2^22, which changes neither.
+        rounder = tl.maximum((bits & 0x7F800000) + (22 << 23), 0x3F800000 + (22 << 23))
+        rounder = rounder.to(tl.float32, bitcast=True)
+        value = ((magnitude + rounder) - rounder).to(tl.uint32, bitcast=True)
+        # As unsigned integers, all NaN are above 6.
+        value = tl.minimum(value, 0x40C00000).to(tl.float32, bitcast=True)
+        # The reverse of :func:`e2m1_value`.
+        code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
+        value = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
+        value = value.to(tl.float32, bitcast=True)
+    else:
+        # Half the code is min(a, a/2 + 1, a/4 + 2, 3.5), lines that meet at 2, 4 and 6. Adding
+        # 2^22, where FP32 has a spacing of 0.5, rounds each to even and leaves the code in the low
+        # bits. Choosing a line by comparisons first would take fewer instructions, but slower ones.
+        low = (magnitude + 4194304.0).to(tl.uint32, bitcast=True)
+        middle = (magnitude * 0.5 + 4194305.0).to(tl.uint32, bitcast=True)
+        high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
+        # An unsigned integer minimum: the interpreter's float minimum treats NaN differently.
+        code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
+    if capability() > 0:
+        sign = (bits >> 28) & 8  # NaN that a GPU computes has no sign
+    else:
+        # As signed integers, -Inf and all negative numbers are below the negative NaNs.
+        sign = tl.where(bits <= -0x800000, 8, 0)
+    return code | sign, value
 
 
 @triton.jit
 def e2m1_value(code):
-    """Value of an E2M1 code. code: an integer type, 0..15. Returns float32, exact."""
-    code = code.to(tl.int32)
+    """Value of an E2M1 code in the highest bits of ``code``, an int32. Returns float32, exact."""
     # Moves exponent and mantissa to FP32's fields, even for exponent zero, then multiplies by 2^126
     # to correct the bias: the smallest normal number is 2^-126 in FP32 and 1 in E2M1.
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    bits = (code >> 6) & -0x7E400000  # the arithmetic shift keeps the sign
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
@@ -133,20 +130,28 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e4m3_code(x):
+def e4m3_code(x, WHOLE: tl.constexpr = False):
     """Bits, uint8, of the nearest E4M3 value (at most 448), ties to even.
 
     x: float32. Overflow and Inf saturate to 448 with their sign, NaN becomes 0x7F, and zero keeps
-    its sign.
+    its sign. WHOLE: bytes are stored once and in words.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
-    # Below 2^-6 the spacing is 2^-9. Adding 2^14 rounds to it and leaves the code in the low bits.
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    code = tl.where(magnitude < 0x3C800000, subnormal - 0x46800000, normal - (120 << 3))
-    code = tl.where(x == x, code, 0x7F)
-    return (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)  # signs as of E2M1
+    if WHOLE and capability() >= 90:
+        code = tl.inline_asm_elementwise(
+            _FOUR_CODES, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
+        # Below 2^-6 the spacing is 2^-9. Adding 2^14 rounds to it and leaves the code in the low
+        # bits.
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
+        normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        code = tl.where(magnitude < 0x3C800000, subnormal - 0x46800000, normal - (120 << 3))
+        code = tl.where(x == x, code, 0x7F)
+        # As signed integers, -Inf and all negative numbers are below the negative NaNs.
+        code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -186,21 +191,6 @@ def e4m3_word_values(words, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def e4m3_bytes(x, WHOLE: tl.constexpr):
-    """Codes, uint8, of float32 tiles.
-
-    WHOLE: bytes are stored once and in words.
-    """
-    if WHOLE and capability() >= 90:
-        code = tl.inline_asm_elementwise(
-            _FOUR_CODES, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    else:
-        code = e4m3_code(x)
-    return code
-
-
-@triton.jit
 def e4m3_value(bits):
     """Value of E4M3 bits. bits: uint8. Returns float32, exact; NaN for 0x7F and 0xFF."""
     if capability() >= 90:
@@ -228,19 +218,12 @@ def e8m0_code_up(x):
 
 
 @triton.jit
-def e8m0_value(code):
-    """2^(code-127), exactly. code: an integer type, 0..255. Returns float32; NaN for 255."""
+def e8m0_value(code, INVERTED: tl.constexpr = False):
+    """2^(code-127), exactly, or one over that. code: integers, 0..255. NaN for 255."""
     code = code.to(tl.int32)
+    exponent = 254 - code if INVERTED else code
     # 2^-127 is subnormal in FP32, so it cannot be built from the exponent field.
-    bits = tl.where(code == 0, 0x00400000, code << 23)
-    return tl.where(code == 255, 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e8m0_reciprocal(code):
-    """2^(127-code), exactly. code: an integer type, 0..255. Returns float32; NaN for 255."""
-    code = code.to(tl.int32)
-    bits = tl.where(code == 254, 0x00400000, (254 - code) << 23)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
     return tl.where(code == 255, 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
@@ -261,19 +244,6 @@ def bytes_of(words, R: tl.constexpr, C: tl.constexpr):
     """The bytes, uint8 [R, C], of words [R, C / 4]."""
     code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
     return tl.reshape(code.to(tl.uint8), (R, C))
-
-
-@triton.jit
-def store_words(data, row, col, stride, words, R: tl.constexpr, C: tl.constexpr):
-    """Store words [R, C] at (row, col) of a matrix; col and stride are in words.
-
-    data: pointer to uint32, or to uint8 with any alignment, which is written byte by byte.
-    """
-    if data.dtype.element_ty == tl.uint32:
-        tl.store(data + tile_start(row, col, stride) + tile_offsets(stride, R, C), words)
-    else:
-        ptr = data + tile_start(row, 4 * col, 4 * stride) + tile_offsets(4 * stride, R, 4 * C)
-        tl.store(ptr, bytes_of(words, R, 4 * C))
 
 
 @triton.jit

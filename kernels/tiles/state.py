@@ -8,11 +8,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.launch.tensor_table import state_offsets, tile_offsets
+from fp4adam.kernels.launch.tensor_table import tile_offsets
 from fp4adam.kernels.tiles.codes import (
-    e4m3_bytes,
+    capability,
+    e4m3_code,
     e4m3_value,
-    e8m0_reciprocal,
     e8m0_value,
     round_to,
     to_float32,
@@ -112,9 +112,9 @@ def element_hash(
     start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
     state's dither is the hash times a factor: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
     """
-    # Sums wrap modulo 2**32, as in ``dither_bits``.
-    element = start.to(tl.uint32) + origin.to(tl.uint32)
-    x = (element + state_offsets(stride, BR, BC, LANES).to(tl.uint32)) * OF_ELEMENTS
+    # Sums wrap modulo 2**32, as in ``dither_bits``. A product per row, then a sum per element.
+    row = (tl.arange(0, BR) * stride).to(tl.uint32) + (start.to(tl.uint32) + origin.to(tl.uint32))
+    x = (row * OF_ELEMENTS)[:, None] + (tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS)[None, :]
     return x ^ (x >> SHIFT)
 
 
@@ -133,7 +133,9 @@ def encode_blocks(
     LEAST: tl.constexpr = scaled(CODEC, 3)
     x = tl.reshape(x, (BR, BC // 32, 32))
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = x.to(tl.int32, bitcast=True)
+    if LEAST != 0 or capability() == 0:
+        magnitude = magnitude & 0x7FFFFFFF  # else not even NaN, which a GPU computes, has a sign
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
     amax = tl.max(magnitude, 2)
     scale = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
@@ -149,12 +151,12 @@ def encode_blocks(
         code = ((code + upper) >> DROPPED).to(dtype_of(CODEC))
     else:
         # Zeros and NaN in a block of scale 255.
-        factor = tl.where(scale == 255, 0.0, e8m0_reciprocal(scale))
+        factor = tl.where(scale == 255, 0.0, e8m0_value(scale, True))
         x = x * factor[:, :, None]
         bits = (x.to(tl.int32, bitcast=True) + upper) & -(1 << DROPPED)
         rounded = tl.where(tl.abs(x) >= LEAST, bits, 0).to(tl.float32, bitcast=True)
         if CODEC == "e4m3":
-            code = e4m3_bytes(tl.reshape(rounded, (BR, BC)), WHOLE)
+            code = e4m3_code(tl.reshape(rounded, (BR, BC)), WHOLE)
         else:
             code = rounded.to(tl.float16)
     code, scale = tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
@@ -245,7 +247,7 @@ def load_state(
     from :func:`load_scale`. CODEC: one with scales; "remainder" for BF16 with an int16 remainder at
     extra_ptr; else numbers of any floating type. LANES: neighbours per thread.
     """
-    offs = state_offsets(stride, BR, BC, LANES)
+    offs = tile_offsets(stride, BR, BC, LANES)
     code = tl.load(ptr + start + offs, mask)
     if is_scaled(CODEC):
         x = decode_blocks(code, scale, CODEC, BR, BC)
@@ -270,7 +272,7 @@ def store_state(
     Returns what :func:`load_state` would read back, or ``x`` for parameters; and the scales for
     :func:`store_scale`.
     """
-    offs = start + state_offsets(stride, BR, BC, LANES)
+    offs = start + tile_offsets(stride, BR, BC, LANES)
     scale, stored = tl.zeros((BR, (BC + 31) // 32), tl.uint8), x
     if is_scaled(CODEC):
         if mask is not None:

@@ -66,20 +66,6 @@ def test_a_new_tensor_knows_the_amax_of_its_values(path_device):
     assert empty.quantize_(x).scale == 1
 
 
-def test_a_whole_shard_is_the_whole_cast_of_delayed_scaling(path_device):
-    quantizer = Float8Quantizer(scaling="delayed")
-    values = [random((32, 144), seed, path_device) for seed in range(3)]
-    whole, part = (quantizer.quantize(values[0]) for _ in range(2))
-    cast = PartialCast([part], [0], [32 * 144], [torch.float32])
-    for value in values[1:]:
-        cast.measure([value.flatten()])
-        cast.write([value.flatten()])
-        whole.quantize_(value)
-        for name, inner in whole.storage_tensors().items():
-            if name != "_columnwise_data":
-                assert torch.equal(part.storage_tensors()[name], inner), name
-
-
 def test_tensors_without_a_known_amax_keep_the_scales_that_they_have(path_device):
     quantizer = Float8Quantizer(scaling="delayed", amax_history_len=1)
     values = [random((32, 48), seed, path_device) * 8**seed for seed in range(2)]

@@ -13,12 +13,12 @@ from fp4adam import (
 )
 from fp4adam.kernels.launch import launch
 from fp4adam.tensors import backend
+from helpers import set_grads
 
 COLS = 32
 NVFP4 = NVFP4Quantizer()
 ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
 FUSED = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
-OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 
 
 class Attention(nn.Module):
@@ -35,13 +35,6 @@ def make_model(device="cpu", recipe=NVFP4, scale_groups=hf_scale_groups, rows=RO
     with torch.no_grad():
         model.k_proj.weight.mul_(3)
     return quantize_model(model, recipe, scale_groups=scale_groups)
-
-
-def set_grads(model, seed, without=()):
-    generator = torch.Generator().manual_seed(seed)
-    for name, param in model.named_parameters():
-        grad = torch.randn(param.shape, generator=generator).to(param.device)
-        param.grad = None if name in without else grad
 
 
 def masters(model, optimizer):
@@ -90,33 +83,6 @@ def test_hugging_face_names():
     assert hf_scale_groups("q_proj.weight") == "qkv_proj"
 
 
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
-@pytest.mark.parametrize(
-    ("quantizer", "options"),
-    [
-        (NVFP4Quantizer(), {}),
-        (NVFP4Quantizer(two_dimensional=False), dict(exp_avg_dtype=torch.bfloat16)),
-    ],
-    ids=["2d", "1d, narrow moments"],
-)
-def test_every_step_writes_rows_of_a_fused_weight(
-    quantizer, options, by_kernels, device, monkeypatch
-):
-    """All have gradients, then the largest weight becomes NaN, then some have, then others."""
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: by_kernels)
-    model = make_model(device, quantizer)
-    initial = [param.get_high_precision_init_val() for param in model.parameters()]
-    assert_fused(model, initial)
-    optimizer = FP4Adam(model.parameters(), **OPTIONS, **options)
-    for step, without in enumerate([(), (), FUSED[1:], FUSED[:1], FUSED]):
-        set_grads(model, step, without)
-        if step == 1:
-            largest = model.k_proj.weight.dequantize(torch.float32).abs().argmax()
-            model.k_proj.weight.grad.view(-1)[largest] = float("nan")
-        optimizer.step()
-        assert_fused(model, masters(model, optimizer))
-
-
 def test_members_take_the_launches_of_one_and_are_written_again_together(device, monkeypatch):
     """One master becomes the largest behind the optimizer's back."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
@@ -133,7 +99,7 @@ def test_members_take_the_launches_of_one_and_are_written_again_together(device,
     for step in range(3):
         if step == 2:
             optimizer.state[model.v_proj.weight]["master_param"][0, 20] = 10.0
-        set_grads(model, step)
+        set_grads(model.parameters(), step)
         launched.clear()
         optimizer.step()
         assert launched == ["_amax_preview_kernel", "step_kernel", "_requantize_kernel"]
@@ -155,7 +121,7 @@ def test_the_optimizer_can_form_groups(device):
     for model, optimizer in zip(
         (expected, by_rule, by_name, by_parameter), optimizers, strict=True
     ):
-        set_grads(model, 0)
+        set_grads(model.parameters(), 0)
         optimizer.step()
         assert_fused(model, masters(model, optimizer))
         assert_same_bytes(model, expected)
@@ -171,7 +137,7 @@ def test_groups_of_parameters_that_are_added_later(device):
     optimizer = FP4Adam([(n, named[n]) for n in first], scale_groups=hf_scale_groups)
     rest = [(name, param) for name, param in named.items() if name not in first]
     optimizer.add_param_group({"params": rest, "lr": 1e-2})
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     optimizer.step()
     assert_fused(model, masters(model, optimizer))
 
@@ -189,7 +155,7 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
     ]
     members = [group["params"][0] for group in groups]
     optimizer = FP4Adam(groups, scale_groups=[members])
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     optimizer.step()
     values = [optimizer.state[param]["master_param"] for param in members]
     for param in members:
@@ -218,7 +184,7 @@ def test_quantized_init_forms_groups():
 def test_a_part_of_a_group_is_refused_before_anything_changes():
     model = make_model()
     optimizer = FP4Adam([model.q_proj.weight, model.o_proj.weight])
-    set_grads(model, 0)
+    set_grads(model.parameters(), 0)
     with pytest.raises(ValueError, match="one optimizer, got 1 of q_proj.weight, k_proj.weight"):
         optimizer.step()
     assert_same_bytes(model, make_model())

@@ -60,20 +60,3 @@ def test_the_bits_of_the_optimizer_on_fp32(kind: str) -> None:
         one.step()
         assert_bytes_are_of_masters(one)
     assert_identical(*([p.detach() for p in all_params(one)] for one in (optimizer, resumed)))
-
-
-def test_schedule_free_weights_of_evaluation() -> None:
-    """They are masters that the optimizer changes between steps."""
-    param = make_weight(RECIPES["nvfp4"], "cpu")
-    optimizer = MasterWeightOptimizer([param], pytorch_optimizer.ScheduleFreeAdamW, lr=1e-2)
-    for seed in range(3):
-        set_grads([param], seed)
-        optimizer.step()
-    before = param.detach().dequantize(torch.float32)
-    with optimizer.masters():
-        optimizer.inner.eval()
-    assert not torch.equal(param.detach().dequantize(torch.float32), before)
-    assert_bytes_are_of_masters(optimizer)
-    with optimizer.masters():
-        optimizer.inner.train()
-    torch.testing.assert_close(param.detach().dequantize(torch.float32), before, rtol=0, atol=0.05)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torchao.prototype.mx_formats.nvfp4_tensor import (
 from torchao.quantization import quantize_
 
 from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer
-from fp4adam.tensors import backend
 
 QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(columnwise=False, two_dimensional=False),
@@ -58,15 +55,16 @@ def bytes_of(param: Tensor) -> list[Tensor]:
 @every_format
 @every_layout
 @pytest.mark.parametrize("shape", [(32, 96), (160, 256), (2, 128, 64)], ids=str)
-def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
-    param = quantized(format, values(shape, 0), swizzled)
+def test_torchao_decodes_what_a_step_writes(format, swizzled, shape, path_device):
+    param = quantized(format, values(shape, 0), swizzled).detach()
+    param = Parameter(param.to(path_device))
     start, before = param.dequantize(torch.float32), bytes_of(param)
     inner = [id(getattr(param, name)) for name in param.__tensor_flatten__()[0]]
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
     master = optimizer.state[param]["master_param"]
     assert torch.equal(master, start)
-    optimizer.param_groups[0]["lr"], optimizer.found_inf = 1e-3, torch.ones(())
+    optimizer.param_groups[0]["lr"], optimizer.found_inf = 1e-3, torch.ones((), device=path_device)
     step(optimizer, 1)
     assert all(map(torch.equal, bytes_of(param), before))  # nothing has changed
 
@@ -82,21 +80,6 @@ def test_torchao_decodes_what_a_step_writes(format, swizzled, shape):
     rtol = 0 if format == "mxfp8" else 2**-22
     torch.testing.assert_close(decoded, expected.dequantize(), rtol=rtol, atol=0)
     assert torch.equal(param.qdata.view(torch.uint8).flatten(), expected.rowwise_data.flatten())
-
-
-@every_format
-@every_layout
-@pytest.mark.parametrize("states", ["32bit", "8bit"])
-def test_kernels_write_the_same_bytes(format, swizzled, states, monkeypatch, device):
-    written = []
-    for kernel in (False, True):
-        monkeypatch.setattr(backend, "uses_kernels", lambda _, kernel=kernel: kernel)
-        param = quantized(format, values((32, 96), 0), swizzled).detach()
-        param = Parameter(param.to(device if kernel else "cpu"))
-        optimizer = FP4Adam([param], lr=1e-3, states=states)
-        step(optimizer, 1)
-        written.append([*bytes_of(param), optimizer.state[param]["master_param"].cpu()])
-    assert all(map(torch.equal, *written))
 
 
 def test_small_scales_are_kept():
@@ -179,11 +162,6 @@ def test_what_no_kernel_writes_is_refused(make, words):
     param = Parameter(make(values((32, 96), 0)).detach())
     with pytest.raises(ValueError, match=words):
         FP4Adam([param])
-
-
-def test_torchao_is_not_imported_unless_the_user_does():
-    code = "import sys, fp4adam; assert not any(name.startswith('torchao') for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_wrappers_of_plain_weights_are_stepped_as_plain_ones() -> None:

@@ -20,17 +20,7 @@ needs_gpus = [
 
 @needs_gpus[1]
 @pytest.mark.parametrize(
-    "part",
-    [
-        "bytes",
-        "modules",
-        "workspaces",
-        "zero",
-        "checkpoints",
-        "reference",
-        "resume",
-        "graphs",
-    ],
+    "part", "bytes modules workspaces zero checkpoints reference resume graphs".split()
 )
 def test_all_rows_are_as_they_should_be(part, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)

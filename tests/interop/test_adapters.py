@@ -7,6 +7,7 @@ tests/golden. The real torchao is tested in tests/integrations.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from fp4adam import (
     MasterWeightOptimizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
@@ -62,6 +64,28 @@ def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
     return optimizer.state[param]["master_param"]
 
 
+def stepped(
+    quantizer: Quantizer, device: str = "cpu", lr: float = 1e-2, **attributes: object
+) -> tuple[Parameter, FP4Adam]:
+    """A stand-in and its optimizer, after a step."""
+    param = te_tensor(quantizer, random(SHAPE, 0, device).bfloat16(), **attributes)
+    optimizer = FP4Adam([param], lr=lr)
+    step(optimizer, 0)
+    return param, optimizer
+
+
+def pair_of(
+    quantizer: Quantizer, value: Tensor, kind: Callable[..., FP4Adam] = FP4Adam, **options: object
+) -> tuple[list[Parameter], list[FP4Adam]]:
+    """A tensor of this package and a stand-in of the same value, each with its optimizer."""
+    params = [Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)]
+    return params, [kind([param], lr=1e-2, **options) for param in params]
+
+
+def assert_bytes_of_master(optimizer: FP4Adam, param: Tensor, quantizer: Quantizer) -> None:
+    assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
+
+
 GOLDEN_INPUTS = {
     "torch": {"normal_96x160/fp32", "normal_48x80/bf16", "zero_blocks/fp32", "odd_130x257/fp32"},
     "kernel": {"normal_32x64/fp32"},  # the interpreter is slow
@@ -98,14 +122,13 @@ def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path_devic
 @pytest.mark.parametrize("states", ["32bit", "8bit"])
 def test_training_is_that_of_own_tensors(quantizer, states):
     value = random(SHAPE, 0, scale=0.1).bfloat16()
-    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
-    optimizers = [FP4Adam([param], lr=1e-2, states=states) for param in (own, theirs)]
+    params, optimizers = pair_of(quantizer, value, states=states)
     for seed in range(3):
         for optimizer in optimizers:
             step(optimizer, seed)
-    pairs = [*zip(optimizers, (own, theirs), strict=True)]
+    pairs = [*zip(optimizers, params, strict=True)]
     if states == "32bit":
-        assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
+        assert_bytes_of_master(optimizers[1], params[1], quantizer)
     else:  # the remainder, and what it completes
         assert torch.equal(*(o.get_unscaled_state(p, "master_param") for o, p in pairs))
     assert torch.equal(*(master_of(*pair) for pair in pairs))
@@ -118,15 +141,13 @@ def test_training_is_that_of_own_tensors(quantizer, states):
 def test_other_optimizers_and_gradient_release(quantizer):
     """Both write the memory of the other package as the fused step does."""
     value = random(SHAPE, 0, scale=0.1).bfloat16()
-    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
-    optimizers = [
-        MasterWeightOptimizer([param], torch.optim.AdamW, lr=1e-2) for param in (own, theirs)
-    ]
+    kind = partial(MasterWeightOptimizer, optimizer_class=torch.optim.AdamW)
+    params, optimizers = pair_of(quantizer, value, kind)
     for seed in range(3):
         for optimizer in optimizers:
             step(optimizer, seed)
-    assert torch.equal(*(master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)))
-    assert_bytes(theirs, te_tensor(quantizer, master_of(optimizers[1], theirs)))
+    assert torch.equal(*map(master_of, optimizers, params))
+    assert_bytes_of_master(optimizers[1], params[1], quantizer)
     params = [te_tensor(quantizer, value) for _ in range(2)]
     released, plain = (FP4Adam([param], lr=1e-2) for param in params)
     released.enable_gradient_release()
@@ -141,9 +162,7 @@ def test_other_optimizers_and_gradient_release(quantizer):
 
 
 def test_buffers_that_come_and_go_are_followed():
-    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
+    param, optimizer = stepped(NVFP4Quantizer())
     kept = {name: getattr(param, name) for name in param.attributes if "columnwise" in name}
     for name in kept:
         setattr(param, name, None)  # update_usage(columnwise_usage=False)
@@ -151,27 +170,26 @@ def test_buffers_that_come_and_go_are_followed():
     step(optimizer, 1)
     assert not torch.equal(master, master_of(optimizer, param))  # it went on from there
     assert (master - master_of(optimizer, param)).abs().max() < 0.1
-    assert_bytes(param, te_tensor(NVFP4Quantizer(columnwise=False), master_of(optimizer, param)))
+    assert_bytes_of_master(optimizer, param, NVFP4Quantizer(columnwise=False))
     for name, buffer in kept.items():
         setattr(param, name, torch.zeros_like(buffer))
     step(optimizer, 2)
-    assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
+    assert_bytes_of_master(optimizer, param, NVFP4Quantizer())
 
 
 def test_padding_is_left_alone():
-    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
-    param._rowwise_scale_inv[32:].fill_(7)
-    param._columnwise_scale_inv[:, 3:].fill_(7)
-    optimizer = FP4Adam([param])
-    step(optimizer, 0)
-    assert (param._rowwise_scale_inv[32:] == 7).all()
-    assert (param._columnwise_scale_inv[:, 3:] == 7).all()
+    param, optimizer = stepped(NVFP4Quantizer())
+    padding = param._rowwise_scale_inv[32:], param._columnwise_scale_inv[:, 3:]
+    for scales in padding:
+        scales.fill_(7)
+    step(optimizer, 1)
+    assert all((scales == 7).all() for scales in padding)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overwritten", [False, True])
 def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwritten, dtype):
-    value = random(SHAPE, 0).to(dtype)
+    value, other = random(SHAPE, 0).to(dtype), random(SHAPE, 1).bfloat16()
     kept = [value]
     param = te_tensor(
         NVFP4Quantizer(),
@@ -179,23 +197,21 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
         get_high_precision_init_val=lambda: kept[0] if kept else None,
         clear_high_precision_init_val=kept.clear,
     )
+    start = value.float()
     if overwritten:
         with torch.no_grad():
-            param.copy_(te_tensor(NVFP4Quantizer(), random(SHAPE, 1).bfloat16()))
-    start = NVFP4Quantizer().quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
+            param.copy_(te_tensor(NVFP4Quantizer(), other))
+        start = NVFP4Quantizer().quantize(other).dequantize(torch.float32)
     optimizer = FP4Adam([param], lr=0.0)
     step(optimizer, 0)
-    assert torch.equal(master_of(optimizer, param), start if overwritten else value.float())
-    assert master_of(optimizer, param).data_ptr() != value.data_ptr()
-    assert not kept
+    assert torch.equal(master_of(optimizer, param), start)
+    assert master_of(optimizer, param).data_ptr() != value.data_ptr() and not kept
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
 @every_format
 def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer, by_kernels):
-    param = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-3)
-    step(optimizer, 0)
+    param, optimizer = stepped(quantizer, lr=1e-3)
     other = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
     if by_kernels:  # which raise the version of the parameter alone
         for name in te_bytes(other):
@@ -207,7 +223,7 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer,
     step(optimizer, 1)
     start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3
-    assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
+    assert_bytes_of_master(optimizer, param, quantizer)
 
 
 @every_format
@@ -226,22 +242,16 @@ def test_a_remainder_that_is_set_is_written_by_a_step_that_changes_nothing(quant
 def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
     quantizer = NVFP4Quantizer()
     options = dict(lr=1e-2, exp_avg_dtype=torch.bfloat16, master_weight_dtype=master_dtype)
-    trained = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([trained], **options)
+    trained, resumed = (te_tensor(quantizer, random(SHAPE, i).bfloat16()) for i in range(2))
+    optimizer, other = (FP4Adam([param], **options) for param in (trained, resumed))
     step(optimizer, 0)
-    resumed = te_tensor(quantizer, random(SHAPE, 1).bfloat16())
-    other = FP4Adam([resumed], **options)
     step(other, 5)
-
-    def load_model():
-        with torch.no_grad():
-            resumed.copy_(trained)
-
-    def load_optimizer():
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-    for load in (load_model, load_optimizer)[:: 1 if model_first else -1]:
-        load()
+    for loads_model in (model_first, not model_first):
+        if loads_model:
+            with torch.no_grad():
+                resumed.copy_(trained)
+        else:
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_bytes(resumed, trained)
     for each in (optimizer, other):
         step(each, 1)
@@ -250,15 +260,17 @@ def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
 
 
 def test_copies_of_a_model_have_memory_of_their_own():
-    param = te_tensor(NVFP4Quantizer(), random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
+    param, optimizer = stepped(NVFP4Quantizer())
     clone = copy.deepcopy(param)
     before = te_bytes(clone)
     step(optimizer, 1)
-    assert all(torch.equal(x, before[name]) for name, x in te_bytes(clone).items())
+    assert_unchanged(clone, before)
     step(FP4Adam([clone], lr=1e-2), 2)
-    assert_bytes(param, te_tensor(NVFP4Quantizer(), master_of(optimizer, param)))
+    assert_bytes_of_master(optimizer, param, NVFP4Quantizer())
+
+
+def assert_unchanged(param: Tensor, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(param).items())
 
 
 @pytest.mark.parametrize(
@@ -276,37 +288,28 @@ def test_a_step_that_changes_nothing_leaves_the_bytes_alone(reason, path_device)
         optimizer.found_inf = torch.ones((), device=path_device)
     optimizer.step()
     i = int(reason == "no gradient")
-    assert all(torch.equal(x, before[i][name]) for name, x in te_bytes(params[i]).items())
-
-
-def dtype(name: str) -> SimpleNamespace:
-    return SimpleNamespace(name=name)
+    assert_unchanged(params[i], before[i])
 
 
 def made_by(**options: object) -> dict[str, object]:
     return dict(_quantizer=SimpleNamespace(**options))
 
 
+E5M2 = SimpleNamespace(name="kFloat8E5M2")
+UE5M3, E8M0 = SimpleNamespace(name="kFloat8UE5M3"), SimpleNamespace(name="kFloat8E8M0")
 OUTLIERS = dict(_INNER_TENSORS=(("_rowwise_data", "rowwise_data"), ("_outliers", "outliers")))
 REFUSED = {
     "e4m3_max": ("nvfp4", dict(_nvfp4_e4m3_max=256), "must be 448 to be stepped, got 256"),
     "rht": ("nvfp4", made_by(with_rht=True), "with_rht"),
     "no quantizer": ("nvfp4", dict(_quantizer=None), "got None.*quantized_model_init"),
-    "e5m2": ("mxfp8", dict(_fp8_dtype=dtype("kFloat8E5M2")), "be kFloat8E4M3"),
-    "e5m2 float8": ("float8", dict(_fp8_dtype=dtype("kFloat8E5M2")), "a Float8Tensor must be k"),
-    "ue5m3": ("nvfp4", dict(_scale_dtype=dtype("kFloat8UE5M3")), "kFloat8E4M3 .* got kFloat8UE5M3"),
-    "another dtype": ("mxfp8", dict(_scale_dtype=dtype("kFloat8E8M0")), "must be absent"),
+    "e5m2": ("mxfp8", dict(_fp8_dtype=E5M2), "be kFloat8E4M3"),
+    "e5m2 float8": ("float8", dict(_fp8_dtype=E5M2), "a Float8Tensor must be k"),
+    "ue5m3": ("nvfp4", dict(_scale_dtype=UE5M3), "kFloat8E4M3 .* got kFloat8UE5M3"),
+    "another dtype": ("mxfp8", dict(_scale_dtype=E8M0), "must be absent"),
     "one level": ("nvfp4", made_by(disable_second_level_scale=True), "of a NVFP4T.* be False"),
     "more memory": ("mxfp8", OUTLIERS, "got _outliers as well; quantize"),
     "row-scaled": ("nvfp4", dict(_row_scaled_nvfp4=True), "_row_scaled_nvfp4 of a NVFP4T"),
 }  # fmt: skip
-
-
-def test_hybrid_tensors_are_refused_by_name():
-    hybrid = te_class("HybridQuantizedTensor", "hybrid_tensor")
-    value = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"have an adapter, got .*hybrid_tensor.HybridQuantized"):
-        FP4Adam([Parameter(hybrid(SHAPE, value.dtype, _rowwise_storage=value))])
 
 
 @pytest.mark.parametrize(("name", "attributes", "words"), REFUSED.values(), ids=REFUSED)
@@ -379,6 +382,9 @@ def test_an_unknown_class_is_refused_by_name(registry):
     for optimizer in (FP4Adam, FusedAdam, partial(FusedAdam, capturable=True)):
         with pytest.raises(TypeError, match=r"test_adapters.Packed; register a .*TensorAdapter"):
             optimizer([param])
+    hybrid = te_class("HybridQuantizedTensor", "hybrid_tensor")
+    with pytest.raises(TypeError, match=r"have an adapter, got .*hybrid_tensor.HybridQuantized"):
+        FP4Adam([Parameter(hybrid(SHAPE, torch.bfloat16, _rowwise_storage=torch.zeros(SHAPE)))])
     with pytest.raises(
         TypeError, match="class derived from TensorAdapter, got <class .* and <class"
     ):
@@ -395,22 +401,21 @@ WRONG_FIELDS = {
     "extent": (dict(rowwise_scale_inv=zeros(32, 5)), r"least \[32, 6\], got torch.uint8 \(32, 5\)"),
     "numel": (dict(rowwise_data=zeros(32, 47)), r"as large as \(32, 48\)"),
     "strides": (dict(rowwise_data=zeros(48, 32).t()), "be contiguous"),
+    "scale": (dict(per_tensor_scale=...), "amax_columnwise or per_tensor_scale, got NoneType"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG_FIELDS.values(), ids=WRONG_FIELDS)
 def test_fields_are_checked(wrong, words, registry, monkeypatch):
     fields = PackedAdapter.fields
-    monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {**fields(self, x), **wrong})
+
+    def changed(self, tensor):
+        found = {**fields(self, tensor), **wrong}
+        return {name: value for name, value in found.items() if value is not ...}
+
+    monkeypatch.setattr(PackedAdapter, "fields", changed)
     fp4adam.register_adapter(Packed, PackedAdapter())
     with pytest.raises(ValueError, match=words):
-        FP4Adam([packed(random(SHAPE, 0).bfloat16())])
-
-
-def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
-    fp4adam.register_adapter(Packed, PackedAdapter())
-    monkeypatch.setattr(PackedAdapter, "fields", lambda self, x: {"rowwise_data": x.packed})
-    with pytest.raises(ValueError, match="amax_columnwise or per_tensor_scale, got NoneType"):
         FP4Adam([packed(random(SHAPE, 0).bfloat16())])
 
 
@@ -419,45 +424,36 @@ def test_an_amax_or_a_scale_of_the_tensor_is_needed(registry, monkeypatch):
 def test_float8_weights_of_any_rows(shape, scaling, path_device):
     """Transformer Engine's matmuls take rows in multiples of eight."""
     value = random(shape, 0, path_device, scale=0.1).bfloat16()
-    quantizer = Float8Quantizer(scaling=scaling)
-    own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)
-    optimizers = [FP4Adam([param], lr=1e-2) for param in (own, theirs)]
+    (own, theirs), optimizers = pair_of(Float8Quantizer(scaling=scaling), value)
     for seed in range(3):
         for optimizer in optimizers:
             step(optimizer, seed)
         if scaling == "delayed":  # as its next forward pass does
             theirs._quantizer.scale.copy_(448 / own.amax_history.max())
-    masters = [master_of(*pair) for pair in zip(optimizers, (own, theirs), strict=True)]
-    assert torch.equal(*masters)
+    assert torch.equal(*map(master_of, optimizers, (own, theirs)))
     assert_same(theirs._data, own._data, "codes")
     assert_same(theirs._transpose, own.columnwise_data, "transposed codes")
     assert_same(theirs._scale_inv, own._scale_inv, "scale")
 
 
 def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
-    value = random(SHAPE, 0).bfloat16()
-    param = te_tensor(Float8Quantizer(), value, _transpose_invalid=True)
-    stale = param._transpose.clone()
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
+    param, optimizer = stepped(Float8Quantizer(), _transpose_invalid=True)
+    stale = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16())._transpose
     assert torch.equal(param._transpose, stale)
-    master = master_of(optimizer, param)
+    master = master_of(optimizer, param).clone()
     assert torch.equal(param._data, Float8Quantizer().quantize(master).rowwise_data)
     # It has made the transpose since.
     param._transpose, param._transpose_invalid = param._data.t().contiguous(), False
     step(optimizer, 1)
-    assert_bytes(param, te_tensor(Float8Quantizer(), master_of(optimizer, param)))
+    assert_bytes_of_master(optimizer, param, Float8Quantizer())
     assert (master - master_of(optimizer, param)).abs().max() < 0.1
 
 
 def test_buffers_of_a_quantizer_do_not_make_its_scaling_delayed():
     """With current scaling, Transformer Engine has had them up to 2.15, with any contents."""
-    buffers = dict(scale=torch.tensor([7.0]), amax=torch.zeros(1))
-    param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16())
-    vars(param._quantizer).update(buffers)
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
-    assert_bytes(param, te_tensor(Float8Quantizer(), master_of(optimizer, param)))
+    options = dict(vars(Float8Quantizer()), scale=torch.tensor([7.0]), amax=torch.zeros(1))
+    param, optimizer = stepped(Float8Quantizer(), **made_by(**options))
+    assert_bytes_of_master(optimizer, param, Float8Quantizer())
 
 
 def delayed(quantizer: SimpleNamespace, master: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,15 +501,13 @@ def test_a_scale_that_is_no_quotient_is_taken_as_the_nearest_one(seed):
 
 
 def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
-    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0, path_device).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
+    param, optimizer = stepped(Float8Quantizer(scaling="delayed"), path_device)
     param._quantizer.scale.mul_(0.5)
     param._quantizer.amax.fill_(0.25)
     before = te_bytes(param)
     optimizer.found_inf = torch.ones((), device=path_device)
     step(optimizer, 1)
-    assert all(torch.equal(x, before[name]) for name, x in te_bytes(param).items())
+    assert_unchanged(param, before)
     assert param._quantizer.amax.item() == 0.25
     optimizer.found_inf.zero_()
     step(optimizer, 1)
@@ -521,9 +515,7 @@ def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
 
 
 def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
-    param = te_tensor(Float8Quantizer(scaling="delayed"), random(SHAPE, 0).bfloat16())
-    optimizer = FP4Adam([param], lr=1e-2)
-    step(optimizer, 0)
+    param, optimizer = stepped(Float8Quantizer(scaling="delayed"))
     master = master_of(optimizer, param).clone()
     param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))
     step(optimizer, 1)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 from torch.nn.functional import linear
@@ -20,10 +20,9 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.distributed.dtensor import like
-from fp4adam.formats import minifloat
-from helpers import random
+from helpers import assert_identical, random
 from ranks import all_ranks, run_ranks, use_kernels
-from te_stand_ins import assert_same, stand_in, te_tensor
+from te_stand_ins import Wrapper, assert_same, stand_in, te_tensor
 
 QUANTIZERS = {
     "float8": Float8Quantizer(),
@@ -51,8 +50,15 @@ def chunk_of(x: Tensor) -> slice:
     return slice(first, min(first + chunk, x.shape[0]))
 
 
+def distributed(local: Wrapper, value: Tensor, placement: Placement = Shard(0)) -> Parameter:  # noqa: B008
+    """A DTensor of a value, of which a stand-in is the part of this rank."""
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = DTensorSpec(all_ranks(), (placement,), tensor_meta=meta)
+    return Parameter(DTensor(local, spec, requires_grad=False))
+
+
 def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
-    """A DTensor of a stand-in: as Transformer Engine quantizes the rows of each rank."""
+    """A stand-in per rank: as Transformer Engine quantizes the rows of each."""
     local = value[chunk_of(value)]
     own = quantizer.make_empty(local.shape, dtype=value.dtype)
     matrix = local.reshape(-1, local.shape[-1])
@@ -62,9 +68,7 @@ def sharded(quantizer: Quantizer, value: Tensor) -> Parameter:
         quantizer.write(matrix.contiguous(), own.inner, **known)
     elif quantizer.layout.tensor_scale == "current":
         own._amax.copy_(amax)
-    meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    spec = DTensorSpec(all_ranks(), (Shard(0),), tensor_meta=meta)
-    return Parameter(DTensor(stand_in(own), spec, requires_grad=False))
+    return distributed(stand_in(own), value)
 
 
 def set_grads(params: list[Tensor], step: int) -> None:
@@ -78,10 +82,9 @@ def set_grads(params: list[Tensor], step: int) -> None:
 def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_class: str) -> None:
     """Each rank has the bytes of its rows of a tensor that one process trains."""
     quantizer = QUANTIZERS[name]
-    maker = stand_in_maker(quantizer)
     values = [random(shape, i, scale=0.1).bfloat16() for i in range(2)]
     wholes = [Parameter(quantizer.quantize(value)) for value in values]
-    shards = [sharded(maker, value) for value in values]
+    shards = [sharded(quantizer, value) for value in values]
     for shard, whole in zip(shards, wholes, strict=True):
         assert_same_bytes(shard, whole)
     if kernels:
@@ -109,22 +112,18 @@ def step_shards(rank: int, name: str, shape: tuple, kernels: bool, optimizer_cla
             assert_same(own._local_tensor, master[chunk_of(master)], "master_param")
             assert_same_bytes(shard, whole)
     if optimizer_class == "FP4Adam" and not kernels:
-        other = [sharded(maker, value) for value in values]
+        other = [sharded(quantizer, value) for value in values]
         with torch.no_grad():
             for to, shard in zip(other, shards, strict=True):
                 to._local_tensor.copy_(shard._local_tensor)
         resumed = FP4Adam(other, **OPTIONS)
         resumed.load_state_dict(optimizers[1].state_dict())
+        masters = []
         for optimizer, params in ((optimizers[1], shards), (resumed, other)):
             set_grads(params, 3)
             optimizer.step()
-        for a, b in zip(shards, other, strict=True):
-            states = (o.state[p]["master_param"] for o, p in ((optimizers[1], a), (resumed, b)))
-            assert_same(*(state._local_tensor for state in states), "resumed master")
-
-
-def stand_in_maker(quantizer: Quantizer) -> Quantizer:
-    return Float8Quantizer() if isinstance(quantizer, Float8Quantizer) else quantizer
+            masters.append([optimizer.state[p]["master_param"]._local_tensor for p in params])
+        assert_identical(*masters)
 
 
 def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
@@ -137,14 +136,9 @@ def assert_same_bytes(shard: Parameter, whole: Parameter) -> None:
         assert_same(source._scale_inv, whole.rowwise_scale_inv, "scale")
         if not source._transpose_invalid:
             assert_same(source._transpose, source._data.view(-1, whole.shape[-1]).t(), "transpose")
-    elif source._amax_rowwise is not None if hasattr(source, "_amax_rowwise") else False:
+    elif getattr(source, "_amax_rowwise", None) is not None:
         assert_same(source._amax_rowwise, whole.amax_rowwise, "amax")
         assert_same(source._amax_columnwise, whole.amax_rowwise, "amax")
-
-
-def skip_without_interpreter(kernels: bool) -> None:
-    if kernels and torch.cuda.is_available():
-        pytest.skip("stand-ins are on the CPU, and there is no interpreter; benchmarks/te_fsdp.py")
 
 
 @pytest.mark.parametrize(
@@ -156,24 +150,19 @@ def skip_without_interpreter(kernels: bool) -> None:
         ("empty", False, "MasterWeightOptimizer"),
         *(
             pytest.param(case, kernels, optimizer, marks=pytest.mark.exhaustive)
-            for case, kernels, optimizer in (
-                ("uneven", False, "FP4Adam"),
-                ("uneven", False, "MasterWeightOptimizer"),
-                ("empty", False, "FP4Adam"),
-                ("cut", True, "FP4Adam"),
-                ("whole", True, "FP4Adam"),
-                ("empty", True, "FP4Adam"),
-                ("mxfp8", False, "FP4Adam"),
-                ("mxfp8", False, "MasterWeightOptimizer"),
-                ("float8block", False, "FP4Adam"),
-                ("float8block", False, "MasterWeightOptimizer"),
+            for optimizer, kernels, cases in (
+                ("FP4Adam", False, ("uneven", "empty", "mxfp8", "float8block")),
+                ("FP4Adam", True, ("cut", "whole", "empty")),
+                ("MasterWeightOptimizer", False, ("uneven", "mxfp8", "float8block")),
             )
+            for case in cases
         ),
     ],
 )
 def test_shards_have_the_bytes_of_one_process(case, kernels, optimizer):
     name, world_size, shape = CASES[case]
-    skip_without_interpreter(kernels)
+    if kernels and torch.cuda.is_available():
+        pytest.skip("stand-ins are on the CPU, and there is no interpreter; benchmarks/te_fsdp.py")
     run_ranks(step_shards, world_size, name, shape, kernels, optimizer)
 
 
@@ -202,17 +191,14 @@ def test_masters_start_from_the_initial_values_of_shards():
 
 
 def refuse_shards_that_cut_blocks(rank: int) -> None:
+    value = random((96, 32), 0)
+    local = stand_in(MXFP8Quantizer().quantize(value[: 64 - 32 * rank]))
     with pytest.raises(ValueError, match=r"MXFP8Tensor must have multiples of 32 rows.*got 48"):
-        value = random((96, 32), 0)
-        local = MXFP8Quantizer().quantize(value[: 64 - 32 * rank])
-        meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        spec = DTensorSpec(all_ranks(), (Shard(0),), tensor_meta=meta)
-        FP4Adam([Parameter(DTensor(stand_in(local), spec, requires_grad=False))])
+        FP4Adam([distributed(local, value)])
     with pytest.raises(
         NotImplementedError, match=r"sharded by fully_shard along one.*Shard\(dim=1"
     ):
-        spec = DTensorSpec(all_ranks(), (Shard(1),), tensor_meta=meta)
-        FP4Adam([Parameter(DTensor(stand_in(local), spec, requires_grad=False))])
+        FP4Adam([distributed(local, value, Shard(1))])
 
 
 def test_shards_that_cut_blocks_are_refused_on_every_rank():
@@ -288,44 +274,16 @@ def test_fsdp_trains_as_one_process_bit_for_bit(scaling, reshard, releases):
     run_ranks(train_with_fsdp, 2, scaling, reshard, releases)
 
 
-def step_delayed_shards_of_odd_rows(rank: int, kernels: bool) -> None:
-    if kernels:
-        use_kernels()
-    value = random((48, 32), 0).bfloat16()
-    shard = sharded(Float8Quantizer(columnwise=False), value)
-    scales = torch.tensor([123.0]), torch.zeros(1)
-    source = shard._local_tensor
-    source._quantizer.__dict__.clear()
-    source._quantizer.scale, source._quantizer.amax = scales
-    optimizer = FP4Adam([shard], **OPTIONS)
-    set_grads([shard], 0)
+def step_replicated(rank: int) -> None:
+    """Replicated DTensors are whole tensors."""
+    value = random((32, 64), 0).bfloat16()
+    param = distributed(stand_in(MXFP8Quantizer().quantize(value)), value, Replicate())
+    optimizer = FP4Adam([param], **OPTIONS)
+    param.grad = like(param, random((32, 64), 1).bfloat16())
     optimizer.step()
-    master = optimizer.state[shard]["master_param"]._local_tensor
-    assert torch.equal(source._data, minifloat.e4m3_code(master * 123))
-    assert scales[1].item() == master.abs().max().item()
-
-
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_delayed_scaling_of_shards_of_any_rows(kernels):
-    skip_without_interpreter(kernels)
-    run_ranks(step_delayed_shards_of_odd_rows, 2, kernels)
+    expected = MXFP8Quantizer().quantize(optimizer.state[param]["master_param"]._local_tensor)
+    assert_same(param._local_tensor._rowwise_data, expected.rowwise_data, "codes")
 
 
 def test_other_ways_of_sharding_keep_the_adapter_protocol():
-    """Replicated DTensors are whole tensors."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        value = random((32, 64), 0).bfloat16()
-        local = stand_in(MXFP8Quantizer().quantize(value))
-        meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        spec = DTensorSpec(init_device_mesh("cpu", (1,)), (Replicate(),), tensor_meta=meta)
-        param = Parameter(DTensor(local, spec, requires_grad=False))
-        optimizer = FP4Adam([param], **OPTIONS)
-        param.grad = like(param, random((32, 64), 1).bfloat16())
-        optimizer.step()
-        master = optimizer.state[param]["master_param"]._local_tensor
-        expected = MXFP8Quantizer().quantize(master)
-        assert_same(param._local_tensor._rowwise_data, expected.rowwise_data, "codes")
-    finally:
-        dist.destroy_process_group()
+    run_ranks(step_replicated, 1)

@@ -28,6 +28,7 @@ FORMATS = {
     "nvfp4 1d rowwise": (
         NVFP4Quantizer(two_dimensional=False, columnwise=False), [(64, 64), (16, 32)],
     ),
+    "nvfp4 columnwise": (NVFP4Quantizer(rowwise=False, optimize_for_gemm=True), [(48, 80)]),
     "mxfp8": (MXFP8Quantizer(), [(64, 288)]),
     "mxfp8 swizzled": (MXFP8Quantizer(optimize_for_gemm=True), [(32, 256)]),
     "mxfp8 2d": (MXFP8Quantizer(two_dimensional=True), [(64, 288)]),
@@ -35,14 +36,30 @@ FORMATS = {
         MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True), [(32, 256)],
     ),
     "mxfp8 rowwise": (MXFP8Quantizer(columnwise=False), [(32, 256)]),
+    "mxfp8 columnwise": (MXFP8Quantizer(rowwise=False, optimize_for_gemm=True), [(32, 288)]),
     "mxfp4": (MXFP4Quantizer(), [(64, 96)]),
     "mxfp4 floor": (MXFP4Quantizer(scale_rounding="floor"), [(32, 64)]),
     "float8": (Float8Quantizer(), [(80, 96)]),
     "float8 pow 2": (Float8Quantizer(force_pow_2_scales=True, columnwise=False), [(64, 64)]),
-    "float8 delayed": (Float8Quantizer(scaling="delayed", amax_history_len=3), [(80, 96)]),
+    "float8 columnwise": (Float8Quantizer(rowwise=False, amax_epsilon=1e-3), [(48, 80)]),
+    "float8 delayed": (
+        Float8Quantizer(scaling="delayed", amax_history_len=3, margin=1), [(80, 96), (16, 16)],
+    ),
+    "float8 delayed by the last": (
+        Float8Quantizer(scaling="delayed", amax_history_len=1, amax_compute_algo="most_recent"),
+        [(64, 80)],
+    ),
     "float8 block": (Float8BlockQuantizer(), [(128, 256)]),
     "float8 block rowwise": (Float8BlockQuantizer(columnwise=False), [(128, 128)]),
-    "float8 block any scale": (Float8BlockQuantizer(force_pow_2_scales=False), [(128, 128)]),
+    "float8 block columnwise": (Float8BlockQuantizer(rowwise=False), [(30, 48)]),
+    "float8 block any scale": (
+        Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=1e-3), [(128, 128), (20, 48)],
+    ),
+    # Columns of codes begin at every byte of a word, in the first block of rows and in the next
+    # one; blocks have one part or all of them, with less than a word left at the end or none.
+    "float8 block odd": (
+        Float8BlockQuantizer(), [(1, 7), (2, 3), (3, 130), (6, 5), (9, 6), (126, 9), (129, 5)],
+    ),
     "float8 block ragged": (Float8BlockQuantizer(), [(200, 150), (130, 7)]),
     "float8 block ragged of 32": (Float8BlockQuantizer(), [(160, 96)]),
     "float8 block 1d": (Float8BlockQuantizer(two_dimensional=False), [(128, 128)]),
@@ -87,7 +104,7 @@ def large_then_small(shapes):
         grads = [torch.randn(shape, generator=generator) * scale for shape in shapes]
         if scale == 10:
             for grad in grads:
-                grad[3, 1] = torch.nan
+                grad[min(3, len(grad) - 1), 1] = torch.nan
         yield 1e-2, grads
 
 
@@ -146,6 +163,17 @@ def test_large_gradients_after_small_ones(device, monkeypatch):
         steps.append((lr, [grad]))
     values = [torch.randn(192, 64, generator=generator) * 0.02]  # and gradients of four bytes
     assert_alike(NVFP4Quantizer(), values, steps, device, monkeypatch, states="8bit")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 1d", "mxfp8", "float8 block", "float8 block 1d"])
+def test_extreme_gradients(name, device, monkeypatch):
+    """NaN, infinities, subnormals and huge values, and small ones of weights of zeros."""
+    specials = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e-42, 0.0, -0.0])
+    grads = torch.zeros(2, 64, 64)
+    grads[0].view(-1)[: 7 * 555 : 555] = specials
+    grads[1].view(-1)[::1001] = 1e-30
+    values = [torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 64)]
+    assert_alike(FORMATS[name][0], values, [(1e-2, [*grads])], device, monkeypatch)
 
 
 def assert_alike(quantizer, values, steps, device, monkeypatch, **options):

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-triton = pytest.importorskip("triton", reason="a test of a tile function")
-tl = pytest.importorskip("triton.language")
-
-from fp4adam.kernels import adam  # noqa: E402
+from fp4adam.kernels import adam
 
 # Of c and eps: usual ones, and both sides of the bounds of the fast path.
 SCALARS = [
@@ -69,3 +68,15 @@ def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
     zero = expected == 0
     assert np.array_equal(np.signbit(out.cpu().numpy()[zero]), np.signbit(expected[zero]))
+
+
+def test_the_fast_path_takes_nothing_that_leaves_the_normal_numbers():
+    """In powers of two; a GPU alone takes it."""
+    least_a, least_v, span = adam.LEAST_A, adam.LEAST_V, adam.SPAN
+    least = least_v // 2 - 1
+    most = max(-(-(least_v + span) // 2) + adam.MOST_C, adam.MOST_EPS) + 1
+    # Denominators, their reciprocals and the quotients, with a bit to spare.
+    assert least_v % 2 == 0 and min(least, -most, least_a - most) >= -126 + 1
+    assert max(most, -least, least_a + span - least) <= 127 - 1
+    # Remainders are multiples of the last places of both factors, which must not be subnormal.
+    assert min(least_a, least_v) - 48 >= -149

@@ -41,19 +41,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "fp32": ({}, torch.float32),
     "bf16 with masters": ({}, torch.bfloat16),
     "fp16 without masters": (dict(master_weights=False), torch.float16),
-    "bf16 moments": (
-        dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16),
-        torch.bfloat16,
-    ),
-    "fp8 moments and fp16 masters": (
-        dict(
-            exp_avg_dtype=torch.float8_e4m3fn,
-            exp_avg_sq_dtype=torch.float8_e4m3fn,
-            master_weight_dtype=torch.float16,
-        ),
-        torch.bfloat16,
-    ),
-    "remainders": (dict(store_param_remainders=True), torch.bfloat16),
+    "bf16 moments, fp16 masters": (dict(states="16bit"), torch.bfloat16),
+    "fp8 moments, remainders": (dict(states="8bit"), torch.bfloat16),
     "amsgrad": (dict(amsgrad=True), torch.float32),
     "L2, maximize": (dict(adam_w_mode=False, maximize=True), torch.float32),
     "no bias correction": (dict(bias_correction=False), torch.float32),
@@ -282,28 +271,24 @@ def test_replays_outlive_the_plan(device: str) -> None:
 
 @pytest.mark.parametrize("source", [True, False, "adamw"])
 @pytest.mark.parametrize("target", [True, False])
-def test_states_go_both_ways(source: bool | str, target: bool, device: str) -> None:
+def test_states_go_both_ways(source, target, device):
     first: Any = make_pair(device)[0 if source is True else 1]
     if source == "adamw":
         groups = [{"params": g["params"], "lr": g["lr"]} for g in first.param_groups]
         first = torch.optim.AdamW(groups, fused=True)
-    for seed in range(2):
-        fill_grads(first, seed)
-        first.step()
+    step_both([first], 0)
     saved = copy.deepcopy(first.state_dict())
     assert {type(group["lr"]) for group in saved["param_groups"]} == {float}
     loaded = []
     for capturable in (target, False):
         params = [Parameter(param.detach().clone()) for param in all_params(first)]
         groups = [{"params": params[:2]}, {"params": params[2:]}]
-        optimizer = FusedAdam(groups, lr=1.0, capturable=capturable)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        assert {group["capturable"] for group in optimizer.param_groups} == {capturable}
-        reserve_grads(optimizer)
-        for seed in (2, 3):
-            fill_grads(optimizer, seed)
-            optimizer.step()
-        loaded.append(optimizer)
+        loaded.append(FusedAdam(groups, lr=1.0, capturable=capturable))
+        loaded[-1].load_state_dict(copy.deepcopy(saved))
+        assert {group["capturable"] for group in loaded[-1].param_groups} == {capturable}
+        reserve_grads(loaded[-1])
+    for seed in (1, 2):
+        step_both(loaded, seed)
     assert_same_training(*loaded)
 
 
@@ -323,14 +308,6 @@ def test_copies_stay_capturable(copied: Callable, device: str) -> None:
 
 
 # What is refused
-
-
-@pytest.fixture
-def stepped(device: str) -> FusedAdam:
-    optimizer, _ = make_pair(device)
-    fill_grads(optimizer, 0)
-    optimizer.step()
-    return optimizer
 
 
 # What happens before a step is captured; returns what is called then.
@@ -356,27 +333,26 @@ def of_the_first(optimizer: FusedAdam) -> Callable[[], Any]:
     return optimizer.step
 
 
-def without_the_option(optimizer: FusedAdam) -> Callable[[], Any]:
-    other = make_pair(DEVICE)[1]
-    other.step()
-    return other.step
+def of_others(param: torch.Tensor) -> Callable[[FusedAdam], Callable[[], Any]]:
+    """Of an optimizer without the option."""
+
+    def prepare(optimizer: FusedAdam) -> Callable[[], Any]:
+        other = FP4Adam([Parameter(param.to(DEVICE))])
+        take_steps(other, [0])
+        return other.step
+
+    return prepare
 
 
-def of_quantized_weights(optimizer: FusedAdam) -> Callable[[], Any]:
-    param = Parameter(NVFP4Quantizer().quantize(randn(32, 32, seed=0).to(DEVICE)))
-    with pytest.raises(NotImplementedError, match="capture forward and backward"):
-        FP4Adam([param], capturable=True)
-    other = FP4Adam([param])
-    take_steps(other, [0])
-    return other.step
+QUANTIZED = NVFP4Quantizer().quantize(torch.ones(32, 32))
 
 
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (without_the_option, r"capturable must be True.*FusedAdam\(capturable=True\)"),
-        (of_quantized_weights, "capture forward and backward, and call step"),
+        (of_others(torch.ones(3)), r"capturable must be True.*FP4Adam\(capturable=True\)"),
+        (of_others(QUANTIZED), "capture forward and backward, and call step"),
         (of_the_first, "one step outside the graph right before"),
         (exchanged, "other parameters, states or gradients"),
         (with_a_number, r"lr must be a tensor on the GPU.*got 0.5.*fill_"),
@@ -384,31 +360,38 @@ def of_quantized_weights(optimizer: FusedAdam) -> Callable[[], Any]:
         (with_clipping, "clipping must not be pending"),
     ],
 )
-def test_what_cannot_be_captured_changes_nothing(prepare, words, stepped, monkeypatch):
-    step = prepare(stepped)
-    before = [param.detach().clone() for param in all_params(stepped)]
+def test_what_cannot_be_captured_changes_nothing(prepare, words, device, monkeypatch):
+    optimizer, _ = pair = make_pair(device)
+    step_both(pair, 0)
+    step = prepare(optimizer)
+    before = [param.detach().clone() for param in all_params(optimizer)]
     with monkeypatch.context() as patch:
         patch.setattr(backend, "is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match=words):
             step()
-    assert_identical([param.detach() for param in all_params(stepped)], before)
-    stepped.step()
+    assert_identical([param.detach() for param in all_params(optimizer)], before)
+    optimizer.step()
 
 
-def test_unsupported_combinations_are_refused(device: str, stepped: FusedAdam) -> None:
+def test_unsupported_combinations_are_refused(device: str) -> None:
     params = make_params(device)
-    with pytest.raises(ValueError, match="fused must not be False"):
-        FusedAdam(params, capturable=True, fused=False)
+    for options, error, words in (
+        (dict(fused=False), ValueError, "fused must not be False"),
+        (dict(offload_states=True), ValueError, "offload_states must be False with capturable"),
+    ):
+        with pytest.raises(error, match=words):
+            FusedAdam(params, capturable=True, **options)
     with pytest.raises(ValueError, match="same for all groups, got False"):
         FusedAdam([{"params": params, "capturable": False}], capturable=True)
+    with pytest.raises(NotImplementedError, match="capture forward and backward"):
+        FP4Adam([Parameter(QUANTIZED)], capturable=True)
+    optimizer = FusedAdam(params, capturable=True)
     with pytest.raises(NotImplementedError, match="capturable must be False for gradient release"):
-        stepped.enable_gradient_release()
-    with pytest.raises(ValueError, match="offload_states must be False with capturable=True"):
-        FusedAdam(params, capturable=True, offload_states=True)
+        optimizer.enable_gradient_release()
     if HAS_GPU:
-        stepped.param_groups[0]["lr"] = torch.tensor(0.1)
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
         with pytest.raises(ValueError, match="tensor on the GPU.*got a tensor on cpu"):
-            stepped.step()
+            take_steps(optimizer, [0])
     for grad in (torch.ones(4, 8).t(), torch.ones(8, 4).double()):
         param = Parameter(torch.ones(8, 4, device=device, dtype=grad.dtype))
         param.grad = grad.to(device)

@@ -1,5 +1,7 @@
 """Quantized copies of BF16 weights, written again after a step."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,22 +112,10 @@ def test_delayed_scales_of_other_packages(path_device):
             assert tensor._quantizer.amax.item() == weight.abs().max().item()
 
 
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_histories_of_several_copies(algo, path_device):
-    quantizer = Float8Quantizer(scaling="delayed", amax_history_len=3, amax_compute_algo=algo)
-    weights = [value(i, path_device) for i in range(2)]
-    copies, alone = ([quantizer.quantize(w) for w in weights] for _ in range(2))
-    for factor in (4.0, 0.5, 0.0, float("inf"), 1.0):
-        weights[0].fill_(factor)
-        weights[1].copy_(value(1, path_device) * min(factor, 3.0))
-        cast(copies, weights)
-        for weight, tensor, other in zip(weights, copies, alone, strict=True):
-            assert tensor.has_bytes_of(other.quantize_(weight))
-
-
 def test_weights_that_take_different_passes_are_written_together(path_device):
-    quantizers = [Float8BlockQuantizer()] * 3 + [NVFP4Quantizer(), Float8Quantizer(), DELAYED]
-    shapes = [SHAPE, (33, 130), (160, 144)] + [SHAPE] * 3
+    quantizers = [Float8BlockQuantizer()] * 3 + [NVFP4Quantizer(), Float8Quantizer()]
+    quantizers += [DELAYED, dataclasses.replace(DELAYED, amax_compute_algo="max")]
+    shapes = [SHAPE, (33, 130), (160, 144)] + [SHAPE] * 4
     weights = [
         random(shape, i, path_device, scale=0.1).to(torch.bfloat16)
         for i, shape in enumerate(shapes)
@@ -135,9 +125,9 @@ def test_weights_that_take_different_passes_are_written_together(path_device):
     weights[4] = buffer[1:].view(SHAPE)  # at an address that is not aligned
     pairs = [*zip(quantizers, weights, strict=True)]
     copies, alone = ([q.quantize(weight) for q, weight in pairs] for _ in range(2))
-    for _ in range(3):
+    for factor in (-1.5, 0.1, 0.0, torch.inf):
         for weight, tensor in zip(weights, alone, strict=True):
-            weight.mul_(-1.5).add_(0.01)
+            weight.mul_(factor).add_(0.01)
             tensor.quantize_(weight)
         cast(copies, weights)
         for tensor, wanted in zip(copies, alone, strict=True):
@@ -191,36 +181,26 @@ def quantized(shape: tuple[int, ...] = SHAPE) -> Tensor:
     return NVFP4Quantizer().quantize(torch.zeros(shape))
 
 
-class Other(Wrapper):
-    """A class without an adapter."""
-
-
 BAD = {
-    "number": (lambda w: (quantized(), w, w), ValueError, "one per copy, got 3 for 2"),
-    "double": (lambda w: (quantized(), w.double()), ValueError, "got a Tensor of torch.float64"),
-    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), ValueError, "float64"),
-    "quantized weight": (lambda w: (quantized(), quantized()), ValueError, "got a NVFP4Tensor"),
-    "plain copy": (lambda w: (w.clone(), w), ValueError, "must be whole quantized .* got a Tensor"),
-    "shape": (lambda w: (quantized((16, 96)), w), ValueError, r"\(32, 96\) on cpu, got \(16, 96\)"),
-    "device": (lambda w: (quantized(), w.to("meta")), ValueError, "on meta, got .* on cpu"),
-    "class": (
-        lambda w: (Other(SHAPE, w.dtype, data=w.detach()), w),
-        TypeError,
-        "have an adapter, got .*Other",
-    ),
+    "number": (lambda w: (quantized(), w, w), "one per copy, got 3 for 2"),
+    "double": (lambda w: (quantized(), w.double()), "got a Tensor of torch.float64"),
+    "double part": (lambda w: (quantized(), [w[:16], w[16:].double()]), "float64"),
+    "quantized weight": (lambda w: (quantized(), quantized()), "got a NVFP4Tensor"),
+    "plain copy": (lambda w: (w.clone(), w), "must be whole quantized .* got a Tensor"),
+    "shape": (lambda w: (quantized((16, 96)), w), r"\(32, 96\) on cpu, got \(16, 96\)"),
+    "device": (lambda w: (quantized(), w.to("meta")), "on meta, got .* on cpu"),
     "format": (
         lambda w: (stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2"), w),
-        ValueError,
         "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
     ),
 }
 
 
-@pytest.mark.parametrize(("given", "error", "words"), BAD.values(), ids=BAD)
-def test_nothing_is_written_if_one_copy_is_bad(given, error, words):
+@pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
+def test_nothing_is_written_if_one_copy_is_bad(given, words):
     weight, good = value(), quantized()
     bad, *weights = given(weight)
-    with pytest.raises(error, match=words):
+    with pytest.raises(ValueError, match=words):
         cast([good, bad], [weight, *weights])
     assert not good._rowwise_data.any()
 

@@ -9,7 +9,6 @@ import copy
 import gc
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from helpers import (
     RECIPES,
     all_params,
     assert_identical,
+    assert_same_training,
     make_mlp,
     mlp_loss,
     random,
     set_grads,
-    snapshot,
 )
 
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
@@ -42,11 +41,6 @@ def pair(quantizer: Quantizer | None = NVFP4) -> list[tuple[nn.Module, FP4Adam]]
     return found
 
 
-def assert_same_training(released: Any, plain: Any) -> None:
-    assert_identical(snapshot(released)["params"], snapshot(plain)["params"])
-    assert_identical(released.state_dict(), plain.state_dict())
-
-
 def has_no_gradients(optimizer: FusedAdam) -> bool:
     return all(param.grad is None for param in all_params(optimizer))
 
@@ -58,17 +52,15 @@ def test_one_gradient_is_alive_at_a_time(releases: bool, device: str) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     params = [*quantize_model(model.to(device, torch.bfloat16), "nvfp4").parameters()]
     seen: list[tuple[StorageWeakRef, int]] = []
+    sizes: list[int] = []
 
     def alive() -> int:
         return sum(size for memory, size in seen if not memory.expired())
 
-    most = 0
-
     def watch(param: Tensor) -> None:
-        nonlocal most
         memory = param.grad.untyped_storage()
         seen.append((StorageWeakRef(memory), memory.nbytes()))
-        most = max(most, alive())
+        sizes.append(alive())
 
     for param in params:
         param.register_post_accumulate_grad_hook(watch)
@@ -78,7 +70,7 @@ def test_one_gradient_is_alive_at_a_time(releases: bool, device: str) -> None:
     model(random((8, 64), 0, device).bfloat16()).square().mean().backward()
     one = 64 * 64 * 2
     assert len(seen) == len(params)
-    assert most == (one if releases else len(params) * one)
+    assert max(sizes) == (one if releases else len(params) * one)
     assert alive() == (0 if releases else len(params) * one)
 
 
@@ -152,7 +144,7 @@ def test_shared_and_checkpointed_layers_are_released_once() -> None:
         y.square().mean().backward()
 
 
-def test_copies_do_not_release_and_loaded_states_go_on() -> None:
+def test_copies_do_not_release() -> None:
     (model, optimizer), _ = pair()
     mlp_loss(model).backward()
     copied, one = copy.deepcopy((model, optimizer))
@@ -164,15 +156,6 @@ def test_copies_do_not_release_and_loaded_states_go_on() -> None:
     for each in (one, optimizer):
         each.step()
         each.zero_grad()
-    assert_same_training(optimizer, one)
-    # A state that is loaded goes on being released, with its options.
-    saved = copy.deepcopy(one.state_dict())
-    saved["param_groups"][0]["lr"] = 5e-3
-    for loaded, module in ((optimizer, model), (one, copied)):
-        loaded.load_state_dict(saved)
-        mlp_loss(module, 3).backward()
-        loaded.step()
-    assert has_no_gradients(optimizer) and optimizer.param_groups[0]["lr"] == 5e-3
     assert_same_training(optimizer, one)
 
 
@@ -223,14 +206,14 @@ def test_a_removed_release_keeps_no_parameters_alive() -> None:
     model, optimizer = pair(None)[0]
     mlp_loss(model, 0).backward()
     optimizer.step()
-    optimizer._release.remove()
-    optimizer._release.remove()
+    for _ in range(2):
+        optimizer._release.remove()
     assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))
-    group, gone = optimizer.param_groups[0], weakref.ref(model[0].weight)
-    group["params"][0] = Parameter(random((64, 32), 1).bfloat16())
+    gone = weakref.ref(model[0].weight)
     optimizer.state.pop(model[0].weight)
+    optimizer.param_groups[0]["params"][0] = Parameter(random((64, 32), 1).bfloat16())
     del model
-    set_grads(group["params"], 1)
+    set_grads(all_params(optimizer), 1)
     optimizer.step()
     gc.collect()
     assert gone() is None

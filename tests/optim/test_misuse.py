@@ -8,7 +8,6 @@ may be damaged by (``test_hostile_import``), arguments of ZeRO (``test_zero``).
 
 import copy
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,14 +31,12 @@ from fp4adam import (
     export_masters,
     import_checkpoint,
     quantize_model,
-    quantized_init,
     register_adapter,
     use_plain_state_dict,
 )
 from fp4adam.fp8_utils import quantize_master_weights
 from fp4adam.optim.hyper_parameters import check_numbers
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAN = math.nan
 NVFP4, FP8_MATMULS = Recipe("nvfp4"), Recipe("float8block", activations=True)
 
@@ -222,17 +219,6 @@ def removing(file: str) -> Misuse:
     return damaged(lambda folder: (folder / file).unlink())
 
 
-def command(*argv: str) -> Misuse:
-    def prepare(scene: Scene) -> Callable[[], object]:
-        if str(EXAMPLES) not in sys.path:
-            sys.path.insert(0, str(EXAMPLES))
-        from options import parse_args
-
-        return partial(parse_args, list(argv))
-
-    return prepare
-
-
 def twice(scene: Scene) -> Callable[[], object]:
     with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's
         optimizer = FP4Adam([scene.late, scene.late])
@@ -277,10 +263,6 @@ def in_layer(*shape: int) -> Misuse:
     return call(lambda s: nn.functional.linear(torch.ones(shape), weight))
 
 
-def filtered_init(scene: Scene) -> Callable[[], object]:
-    return quantized_init("nvfp4", filter="head").__enter__
-
-
 E4M3 = torch.float8_e4m3fn
 # The types of exceptions, short enough for a table.
 V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
@@ -293,8 +275,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # The constructor
     "lr: NaN": (new(lr=NAN), V, ("Invalid learning rate: nan", AT_LEAST_0)),
     "lr: text": (new(lr="1e-3"), T, ("Invalid learning rate: '1e-3'", NUMBER)),
-    "lr: None": (
-        call(lambda s: new(lr=None)(s)().step()), T, ("Invalid learning rate: None", NUMBER)),
     "lr: a tensor, with foreach": (new(lr=torch.tensor(0.1), foreach=True), V, ("lr as a Tensor is",
         "capturable=False and foreach=True")),
     "two names of one flag": (new(adam_w_mode=True, decoupled_weight_decay=False), V, (
@@ -305,7 +285,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         lambda s: s.optimizer.param_groups[0].update(adam_w_mode=False) or s.optimizer.step()), V, (
         "got adam_w_mode", 'group["decoupled_weight_decay"]')),
     "betas: one number": (new(betas=0.9), T, ("betas must be two", "got 0.9", "(0.9, 0.999)")),
-    "betas: texts": (new(betas=("a", "b")), T, ("beta parameter at index 0: 'a'", NUMBER)),
     "capturable": (new(capturable=True), N, ("capturable must be False", "outside the graph")),
     "differentiable": (new(differentiable=True), N, ("differentiable must be False", "in-place",
         "torch.optim.AdamW")),
@@ -330,7 +309,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),
     "gradient: integers": (with_grad(Tensor.int), T, ("must be float32", "got torch.int32")),
-    "gradient: float64": (with_grad(Tensor.double), T, ("float32", "got torch.float64")),
     "gradient: quantized": (with_grad(lambda g: NVFP4Quantizer().quantize(g)), T, (
         "must be plain tensors", "NVFP4Tensor")),
     "gradient: another shape": (with_grad(lambda g: g[1:]), V, ("(96, 64)", "got (95, 64)")),
@@ -402,13 +380,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
         (DENSE, "torch.sparse_coo", "x.to_dense()")),
     "write: a list": (call(lambda s: s.weight.quantize_([1.0])), T, (DENSE, "got a list")),
-    "write: sparse": (call(lambda s: s.weight.quantize_(torch.ones(96, 64).to_sparse())), T,
-        (DENSE, "torch.sparse_coo", "x.to_dense()")),
     # Models
     "model: a weight": (call(lambda s: quantize_model(s.weight, "nvfp4")), T, ("an nn.Module",
         "got NVFP4Tensor", "pass the model")),
     "filter: text": (quantizing(filter="head"), T, ("must be a function", "'head'", "lambda mod")),
-    "filter: text, of quantized_init": (filtered_init, T, ("must be a function", "'head'")),
     # What matmuls quantize
     "recipe: a format of activations": (call(lambda s: Recipe("nvfp4", activations="mxfp8")), T, (
         "activations must be True, False or \"fake\"", "got 'mxfp8'", "the format of the weights")),
@@ -418,10 +393,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # Several GPUs, of which there is none
     "FSDP2: gather what is not sharded": (
         call(lambda s: s.weight.fsdp_pre_all_gather(None)), R,
-        ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
-    ),
-    "FSDP2: put together what is not sharded": (
-        call(lambda s: s.weight.fsdp_post_all_gather((), (), torch.float32)), R,
         ("sharded by fully_shard", "(96, 64)", "quantize the model first"),
     ),
     "ZeRO: no process group": (scattering([torch.ones(8)], [0]), R, ("ranks of a process group",
@@ -442,7 +413,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "import: no folder": (
         call(lambda s: import_checkpoint(s.plain, s.folder / "x")), F, ("must exist", "folder of"),
     ),
-    "import: float64": (importing(nn.Module.double), T, ("float32, bfloat16", "torch.float64")),
     "import: another model": (importing(lambda net: delattr(net, "up")), V, ("all that the check",
         "'up.bias'", "config.json")),
     "import: name of a format": (importing(quantizer="nvfp4"), V, ("NVFP4Quantizer", "leave it")),
@@ -451,32 +421,18 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
     "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
     "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),
-    "layer without codes": (without("up.weight_packed"), V, ("layer 'up'", "no weight_packed")),
     "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),
     "tensor too many": (tensors(lambda t: t.update(more=torch.ones(1))), V, ("lacks 1", "'more'")),
     "scales of another shape": (replacing("up.weight_scale", lambda t: t[1:]), V, ("(96, 4)",
         "got (95, 4)", BUILD)),
     "codes of another dtype": (replacing("up.weight_packed", Tensor.int), T, ("torch.uint8",
         "got torch.int32", "damaged")),
-    # The command line of the example
-    "--optimizer adamw": (command("--optimizer", "adamw"), SystemExit, (
-        "--optimizer adamw needs bf16 or fp32, got --format nvfp4",)),
-    "--format: two": (command("--format", "nvfp4,mxfp8"), SystemExit, (
-        "--format must be one name, got nvfp4,mxfp8; add --compare",)),
-    "--format: unknown": (command("--format", "fp8"), SystemExit, (
-        "must be of nvfp4, mxfp8, float8block, bf16, fp32, got 'fp8'",)),
-    "--baseline": (command("--compare", "--baseline", "nvfp4"), SystemExit, (
-        "--baseline must be of bf16, fp32, got nvfp4",)),
-    "--matmul: nothing quantized": (command("--matmul", "quantized", "--format", "bf16"),
-        SystemExit, ("--matmul quantized needs quantized weights, got --format bf16; leave",)),
-    "--resume": (command("--resume", "nothing"), SystemExit, (
-        "must be the folder of a checkpoint, got 'nothing'",)),
 }  # fmt: skip
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
+def test_misuse_is_refused_and_changes_nothing(name, tmp_path):
     misuse, error, words = MISUSES[name]
     scene = Scene(tmp_path)
     refused = misuse(scene)
@@ -484,7 +440,7 @@ def test_misuse_is_refused_and_changes_nothing(name, tmp_path, capsys):
     with pytest.raises(error) as caught:
         refused()
     assert caught.type is error
-    text = capsys.readouterr().err if error is SystemExit else str(caught.value)
+    text = str(caught.value)
     assert [word for word in words if word not in text] == [], text
     assert scene.contents() == before
 

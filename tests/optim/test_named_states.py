@@ -140,10 +140,9 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
     kinds = dict.fromkeys(NAMES, torch.float32)
     kinds["master_param"] = torch.int16 if remainders else torch.float32
     room = {name: torch.full((4, 8), 77, dtype=dtype) for name, dtype in kinds.items()}
-    groups = [{**optimizer.state_dict()["param_groups"][0]}]
     with torch.no_grad():
-        for mine, theirs in zip(others, params, strict=True):
-            mine.copy_(theirs)
+        torch._foreach_copy_(others, params)
+    groups = optimizer.state_dict()["param_groups"]
     other.load_state_dict({"state": {0: dict(room), 1: dict(room)}, "param_groups": groups})
     assert torch.equal(others[0], params[0])
     for param, state in zip(others, saved, strict=True):
@@ -152,11 +151,11 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
     for one, own in ((optimizer, params), (other, others)):
         set_grads(own, 1, dtype=torch.float32)
         one.step()
-    assert all(torch.equal(*pair) for pair in zip(params, others, strict=True))
+    assert_identical(others, params)
 
     # Transformer Engine saves the value that such a parameter had at first; one that was rounded
     # takes the unrounded value.
-    before = others[0].clone()
+    before = others[0].detach().clone()
     other.set_scaled_state(others[0], "master_param", torch.ones_like(before))
     assert torch.equal(others[0], before)
     others[0].data.copy_(before.bfloat16())
@@ -345,8 +344,7 @@ def test_a_grad_scaler_can_be_passed_to_the_step():
             optimizer.zero_grad()
         found.append([param.detach(), optimizer.state_dict()["state"], scaler.get_scale()])
     assert_identical(*found)
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    assert optimizer.step(lambda: 3.0, grad_scaler=disabled) == 3.0
+    assert optimizer.step(lambda: 3.0, grad_scaler=torch.amp.GradScaler(enabled=False)) == 3.0
     with pytest.raises(TypeError, match="unexpected keyword argument 'grad_scalar'"):
         optimizer.step(grad_scalar=None)
 

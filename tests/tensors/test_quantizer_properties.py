@@ -174,6 +174,7 @@ def test_make_empty_holds_zeros_in_the_layout_of_quantize(format, path_device):
     assert_same_fields(tensor, fields)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("mxfp4")])
 def test_amaxes_at_the_edges_of_roundings(format, path_device):
     edges = [0, 1e-40, 2**-126, 1, 1.5, 1.5 + 2**-23, 1.75 - 2**-23, 1.75, 2 - 2**-23, 3e38, np.inf]
@@ -241,6 +242,7 @@ def test_shape_error_names_the_rule_the_shape_and_the_cure(format, shape, rule):
 DELAYED = dict(scaling="delayed")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [

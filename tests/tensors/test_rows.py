@@ -9,15 +9,10 @@ from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import build_columnwise
-from quantizer_table import TABLE, every
-from quantizer_table import randn as randn_of
+from quantizer_table import TABLE, every, randn
 
 SHAPE = (32, 64)
 every_quantizer = every("nvfp4", "mxfp8", "mxfp8-2d", "float8block", "float8")
-
-
-def randn(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
-    return randn_of(shape, seed=seed)
 
 
 PROPERTIES = [
@@ -31,7 +26,7 @@ PROPERTIES = [
 @every_quantizer
 def test_what_zeros_are_depends_on_nothing_but_the_size(quantizer, shape):
     for split in (False, True):
-        tensor = quantizer.quantize(randn())
+        tensor = quantizer.quantize(randn(SHAPE))
         state = dict(vars(tensor))
         if split:
             tensor.split(16)
@@ -47,11 +42,11 @@ def test_what_zeros_are_depends_on_nothing_but_the_size(quantizer, shape):
 
 
 def test_pieces_of_what_cannot_be_cut_are_refused():
-    tensor = NVFP4Quantizer(two_dimensional=False).quantize(randn())
+    tensor = NVFP4Quantizer(two_dimensional=False).quantize(randn(SHAPE))
     with pytest.raises(ValueError, match=r"(?s)two_dimensional=True to be sharded.*dtype="):
         tensor.new_zeros(16, 64)
     assert type(tensor.new_zeros((16, 64), dtype=torch.float32)) is Tensor
-    square = TABLE["nvfp4"].quantize(randn())
+    square = TABLE["nvfp4"].quantize(randn(SHAPE))
     with pytest.raises(ValueError, match="sharded along its first dimension.*dtype="):
         square.new_zeros(32, 32)
 
@@ -67,7 +62,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @every("nvfp4", "float8block")
 def test_slices_are_read_only(quantizer, write):
-    tensor = quantizer.quantize(randn())
+    tensor = quantizer.quantize(randn(SHAPE))
     before = [inner.clone() for inner in tensor.storage_tensors().values()]
     with pytest.raises(
         RuntimeError, match="got values for a slice of shape .16, 64.*write the whole"
@@ -99,7 +94,7 @@ def test_rows_have_their_part_of_the_value_before_quantization():
 def test_the_default_device_does_not_matter(quantizer, default):
     if default == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    x = randn()
+    x = randn(SHAPE)
 
     def made() -> list[Tensor]:
         tensor = quantizer.quantize(x)

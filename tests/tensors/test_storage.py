@@ -116,21 +116,6 @@ def test_every_exchange_gives_another_storage(exchange):
     assert param.inner != before and param.inner == param.inner
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, through_pickle, through_a_file])
-@every_quantizer
-def test_copies_of_aliases_are_aliases(quantizer, copies):
-    param = nn.Parameter(quantizer.quantize(randn()))
-    whole, alias = copies([param, param.detach()])
-    assert whole._shared is alias._shared is not param._shared
-    before = versions(alias)
-    whole.quantize_(randn(seed=1))
-    assert torch.equal(alias.dequantize(torch.float32), whole.dequantize(torch.float32))
-    assert all(version > before[name] for name, version in versions(alias).items())
-    assert torch.equal(
-        param.dequantize(torch.float32), quantizer.quantize(randn()).dequantize(torch.float32)
-    )
-
-
 COPIES = {
     "new": lambda t: t,
     "clone": torch.clone,

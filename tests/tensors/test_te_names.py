@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4adam import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8Quantizer, MXFP8Quantizer
 from quantizer_table import every, randn
 
 NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-swizzled", "mxfp8", "mxfp8-2d-swizzled", "float8block")
@@ -70,14 +70,3 @@ def test_quantizers_are_shared_and_stay_as_they_are():
     quantizer.set_usage(rowwise=True)
     with pytest.raises(TypeError, match=r"columnwise of a quantizer must not change, got True"):
         quantizer.set_usage(columnwise=True)
-
-
-def test_only_tensors_that_keep_their_value_have_its_getter():
-    param = nn.Parameter(NVFP4Quantizer()(value()))
-    assert not hasattr(param, "get_high_precision_init_val")
-    with pytest.raises(AttributeError, match="a NVFP4Tensor keeps no value"):
-        param.get_high_precision_init_val()
-    param._high_precision_init_val = value()
-    assert torch.equal(param.get_high_precision_init_val(), value())
-    param.clear_high_precision_init_val()
-    assert not hasattr(param, "get_high_precision_init_val")
