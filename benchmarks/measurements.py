@@ -106,7 +106,7 @@ SECTIONS = (
         "![Milliseconds per step of every optimizer](benchmarks/h200/step_gpt.png)\n\n"
         "![Bytes per parameter of every optimizer: weight, gradient, "
         "state](benchmarks/h200/step_gpt_memory.png)",
-        ("step",),
+        ("../h100/step", "step"),
         STEP,
         "gpt",
     ),
@@ -136,7 +136,7 @@ SECTIONS = (
         "Two GPUs with FSDP2",
         "A GPT of 1.0 billion parameters in BF16, 8 sequences of 1,024 per GPU; the second "
         "table with compiled blocks.",
-        ("scaling_2gpu_eager", "scaling_2gpu_compiled"),
+        ("scaling_2gpu_eager", "scaling_2gpu_compiled", "../h100/scaling_fp8"),
         SCALING,
     ),
     Section(
@@ -144,7 +144,7 @@ SECTIONS = (
         "transformers' Llama in the shape of Llama-3.1-8B, one sequence of 4,096 tokens, "
         "activations kept or recomputed; embeddings and head in BF16. Quantized weights have the "
         "directions that their matmuls read: both with FP8 matmuls, else one.",
-        ("full_finetune",),
+        ("../h100/full_finetune", "../h100/full_finetune_compiled"),
         FINETUNING,
     ),
     Section(
@@ -210,7 +210,8 @@ def source(about: Row, name: str, rows: list[Row] = ()) -> str:
     commit = [f"commit {about['commit']}"] if about.get("commit") else []
     device = [about["device"]] if about["device"] != DEVICE else []
     versions = [f"{k} {v}" for k, v in about["versions"].items() if USUAL.get(k) != v]
-    return f"*{', '.join([*device, *versions, dates, *commit])}: `h200/{name}.json`*"
+    file = name.removeprefix("../") if "/" in name else f"h200/{name}"
+    return f"*{', '.join([*device, *versions, dates, *commit])}: `{file}.json`*"
 
 
 def section(spec: Section) -> list[str]:
@@ -311,10 +312,10 @@ def _with_error(numbers: list[float]) -> str:
     return "{:+.4f} ± {:.4f}".format(*numerics_report.mean_and_error(numbers))
 
 
-def of_cpu(about: Row, *names: str) -> str:
-    """Where a table of records in benchmarks/cpu comes from."""
+def of_cpu(about: Row, *names: str, folder: str = "cpu") -> str:
+    """Where a table of records in another folder of benchmarks comes from."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    files = ", ".join(f"`cpu/{name}.json`" for name in names)
+    files = ", ".join(f"`{folder}/{name}.json`" for name in names)
     return f"*{about['device']}, {versions}, {about['date']}: {files}*"
 
 
@@ -413,6 +414,50 @@ def moments() -> list[str]:
     return [*lines, "", of_cpu(record, "moments"), ""]
 
 
+def factored() -> list[str]:
+    """What factored.py has recorded on an H100."""
+    record = json.loads((ROOT / "benchmarks" / "h100" / "factored.json").read_text())
+    names = {
+        "adam": "Adam",
+        "before": "means from before the step, and the element's own square",
+        "now": "means of this step",
+        "rows": "means of rows alone",
+        "8bit": "Adam, BF16 weights and 8-bit moments, rounded stochastically",
+    }
+    titles = {"tiny": "0.9 M", "small": "30 M", "tuned": "30 M, fine-tuned", "100m": "100 M"}
+    lines = [
+        "## Second moments that are two vectors",
+        "",
+        "Means of the squared gradients by row and by column in place of one second moment per "
+        "element, as in Adafactor. Losses above Adam's of the same beta2, and their standard error "
+        "over seeds; the mean update beside Adam's; and the largest one by 1,000 times the last "
+        "gradient. Embeddings, heads and norms keep Adam's. These runs are short: at 30 M "
+        "parameters two seeds of Adam differ by 0.09 to 0.11, rms, and 1.3 times the rate is too "
+        "much. There the means lose to Adam with every seed, and four to five times as much as "
+        "8-bit moments do; of Adam's second moments 1 % are two to six times larger or smaller "
+        "than their means say. So moments stay as they are while no longer run says otherwise. "
+        "Fine-tuning at rates of 1e-5 and 1e-6 takes no harm, and two seeds of 100 M parameters tell nothing. The 8-bit moments are an "
+        "imitation, in which the smallest second moments of a block become zero.",
+        "",
+        cells(
+            ["model, tokens, seeds", "second moments", "beta2", "rate", "loss", "update", "spike"]
+        ),
+        cells(["---"] * 7),
+    ]
+    ways: dict[tuple, float] = {}
+    for run in record["runs"]:
+        kind, beta2, rate = run["rule"].values()
+        ways[run["stage"], kind, beta2, rate] = run["update"]
+        if (kind, rate) == ("adam", 1) or (kind, run["stage"]) == ("adam", "tuned"):
+            continue
+        base = ways[run["stage"], "adam", beta2, rate if run["stage"] == "tuned" else 1]
+        tokens = f"{titles[run['stage']]}, {run['tokens'] / 1e6:.1f} M, {len(run['losses'])}"
+        shown = f"{run['gap']:+.4f} ± {run['error']:.4f}", f"{run['update'] / base:.2f}"
+        shown = *shown, f"{run['spike'][1]:.1f}"
+        lines.append(cells([tokens, names[kind], str(beta2), f"{rate:g}", *shown]))
+    return [*lines, "", of_cpu(record, "factored", folder="h100"), ""]
+
+
 def small_updates() -> list[str]:
     """What resolution.py has recorded on a CPU."""
     record = json.loads((CPU_RECORDS / "resolution.json").read_text())
@@ -437,7 +482,7 @@ def page() -> str:
     """The page."""
     parts = [section(spec) for spec in SECTIONS]
     parts[2:2] = [other_models()]
-    parts[3:3] = [layers(), losses(), fine_tuning(), small_updates(), moments()]
+    parts[3:3] = [layers(), losses(), fine_tuning(), small_updates(), moments(), factored()]
     lines = [line for part in parts for line in part]
     return INTRO + "\n" + "\n".join(lines).rstrip() + "\n"
 

@@ -63,7 +63,6 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     timeout: float = 120.0,
-    survives: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank, with the default process group initialized.
 
@@ -73,13 +72,12 @@ def run_ranks(
         args: Anything that pickles.
         device: "cpu" (gloo), or "cuda" (NCCL), where rank i gets the device i.
         timeout: Seconds after which all ranks are killed; collectives are given half of them.
-        survives: A rank that dies without an exception has the result None.
 
     Returns:
         What each rank returned, tensors on the CPU. A test that a rank skips is skipped.
 
     Raises:
-        RankError: If a rank raised.
+        RankError: If a rank raised, or died.
         TimeoutError: If one did not end in time.
     """
     servers = _servers(min(world_size, len(_HASH_SEEDS)))
@@ -108,13 +106,10 @@ def run_ranks(
         stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack*")))
         if set(late) & set(missing):
             raise TimeoutError(f"ranks {missing} did not end within {timeout} s:\n{stacks}")
-        if missing and not survives:
+        if missing:
             died = {rank: codes[rank] for rank in missing}
             raise RankError(f"ranks died, with exit codes {died}:\n{stacks}")
-        return [
-            torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None
-            for path in results
-        ]
+        return [torch.load(path, weights_only=False, map_location="cpu") for path in results]
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -147,17 +142,18 @@ def _run_each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ..
         raise skipped[0]
 
 
-def by_world_size(quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()) -> list[Any]:
-    """Parameters ``world_size, cases`` for :func:`run_cases`, of cases that begin with the size."""
+def by_world_size(
+    function: Callable[..., Any], quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()
+) -> list[Any]:
+    """Arguments for :func:`run_cases`, of cases that begin with the number of ranks."""
     params = []
     for group, marks in ((quick, ()), (exhaustive, pytest.mark.exhaustive)):
         cases: dict[int, list[tuple]] = {}
         for world_size, *case in group:
             cases.setdefault(world_size, []).append(tuple(case))
-        params += [
-            pytest.param(n, each, marks=marks, id=f"{n} ranks{', more' * bool(marks)}")
-            for n, each in sorted(cases.items())
-        ]
+        for n, each in sorted(cases.items()):
+            name = f"{function.__name__}, {n} ranks{', more' * bool(marks)}"
+            params.append(pytest.param(function, n, each, marks=marks, id=name))
     return params
 
 

@@ -22,6 +22,7 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.formats import minifloat
+from helpers import assert_identical
 
 aten = torch.ops.aten
 E4M3 = SimpleNamespace(name="kFloat8E4M3")
@@ -174,7 +175,4 @@ def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
 
 def assert_bytes(actual: Tensor, expected: Tensor) -> None:
     """Assert that two stand-ins have the same bytes."""
-    theirs = te_bytes(expected)
-    assert te_bytes(actual).keys() == theirs.keys()
-    for name, value in te_bytes(actual).items():
-        assert_same(value, theirs[name], name)
+    assert_identical(te_bytes(actual), te_bytes(expected))

@@ -61,11 +61,16 @@ def load(path):
     return torch.load(whole, weights_only=True) | torch.load(path / "extra.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_loss_falls_and_a_resumed_run_has_the_same_bits(name, tmp_path):
+QUANTIZED = "--matmul quantized --dim 128 --lr 3e-3"
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [*((name, "--accumulate 2") for name in FORMATS), ("float8block", QUANTIZED)]
+)
+def test_loss_falls_and_a_resumed_run_has_the_same_bits(name, more, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = ("--format", name, "--steps", 20, "--eval-every", 10, "--checkpoint-every", 10)
-    (result,) = run(whole, *options, "--accumulate", 2)
+    (result,) = run(whole, *options, *more.split())
     losses = result["train_loss"]
     assert all(map(math.isfinite, losses))
     assert losses[0] == pytest.approx(math.log(256), abs=0.2)

@@ -80,7 +80,6 @@ class Engine:
     """
 
     clipping: Clipping | None = None  # what clips the next step
-    view: Any = None  # what shows the states to users
     shown_steps: Sequence[Any] = ()  # by groups; others there have been set by other code
     is_part = False  # whether the optimizer has more parameters
     on_host = False  # whether states may be on the host
@@ -211,7 +210,7 @@ class Engine:
             return False
         if sharded:
             settle_written(sharded)
-        return _are_same(self._own_states(), states) and self.plan.fits()
+        return _are_same(self._own_states(), states) and self.plan.fits(self.targets.are_shown)
 
     def _own_states(self) -> Iterable:
         # Tensors are hashed in Python, so not one by one unless there are others' states.
@@ -266,7 +265,7 @@ class Engine:
         plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
         self._planned = params, [*self._own_states()], self._structure(), sharded
         self.plan = plan  # whole, wherever an interrupt comes
-        if not plan.fits():
+        if not plan.fits(are_shown=True):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:
@@ -308,7 +307,6 @@ class Engine:
         checks.check_state(param, state, options, self.on_host)
 
     def _is_in_training(self, param: Tensor) -> bool:
-        """Whether a parameter without a gradient now has a valid state from earlier steps."""
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
             return False
         try:
@@ -321,7 +319,6 @@ class Engine:
     # Masters
 
     def reset_masters(self, params: Sequence[Tensor]) -> None:
-        self.settle()
         self.drop_plan()
         settle_written(sharded_weights(params))
         for member in [self.targets[param] for param in params]:

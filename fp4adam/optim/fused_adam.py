@@ -145,11 +145,12 @@ class FusedAdam(Optimizer):
         if isinstance(betas[0], Tensor):
             defaults["betas"] = tuple(beta.squeeze() for beta in betas)
         super().__init__(params, defaults)
+        self._targets.are_shown = False  # there are none yet
         _join_scale_groups(self.param_groups, scale_groups)
         # For parameters that join; lists name those of now, and would keep them alive.
         self.scale_groups = scale_groups if callable(scale_groups) else None
         if not self._has_te_layout:
-            _warn_of_plain_matrices(self._engine.params)
+            _warn_of_plain_matrices(self._stepped.params)
 
     def _set_up(self, options: Options) -> None:
         self._targets = Targets(options)
@@ -160,7 +161,13 @@ class FusedAdam(Optimizer):
 
     @property
     def _engine(self) -> Engine:
-        """The engine of all parameters, with groups as they are now; it holds the states."""
+        """The engine of all parameters, for code that shows or changes states."""
+        self._targets.are_shown = True
+        self._stepped.settle()
+        return self._whole
+
+    @property
+    def _stepped(self) -> Engine:
         self._whole.groups = [Group(group, group["params"]) for group in self.param_groups]
         return self._whole
 
@@ -172,24 +179,22 @@ class FusedAdam(Optimizer):
     def state(self) -> dict[Any, Any]:
         """State per parameter, as in ``torch.optim.Optimizer``; of ``FusedAdam`` a view of it.
 
-        It waits for the last step where that may have been skipped, and until offloaded states have
-        arrived on the host; so read it anew after every step.
+        It waits for the last step where that may be skipped, and for offloaded states; so read it
+        anew after every step. From then on steps check that no other code has changed it.
         """
         engine = self._engine
-        engine.settle()
         self._sync_steps(engine)
         if not (self._has_te_layout or self._targets.options.hides_states):
             return engine.states
-        if engine.view is None or engine.view.data is not engine.states:
-            # Megatron asks a state for a master with decoupled gradients, without them for none.
-            shows_own_masters = self.master_weights and self.use_decoupled_grad
-            engine.view = te_layout.StatesView(
-                engine.states, self._has_te_layout and shows_own_masters, not self._has_te_layout
-            )
-        return engine.view
+        # Megatron asks a state for a master with decoupled gradients, without them for none.
+        shows_own_masters = self.master_weights and self.use_decoupled_grad
+        return te_layout.StatesView(
+            engine.states, self._has_te_layout and shows_own_masters, not self._has_te_layout
+        )
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
+        self._targets.are_shown = True
         stored = state.data if isinstance(state, te_layout.StatesView) else state
         self.__dict__["state"] = self._whole.states = stored
 
@@ -218,7 +223,7 @@ class FusedAdam(Optimizer):
             del self.param_groups[count:]
             raise
         if self._is_releasing:
-            self._release.attach(self._engine)
+            self._release.attach(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
@@ -268,8 +273,7 @@ class FusedAdam(Optimizer):
                 "closure and grad_scaler"
             )
         if grad_scaler is not None:
-            arguments = () if closure is None else (closure,)
-            return grad_scaler.step(self, *arguments)
+            return grad_scaler.step(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -282,7 +286,7 @@ class FusedAdam(Optimizer):
     # torch.compile would trace into this, but addresses and tables cannot be traced.
     @torch._disable_dynamo
     def _step(self) -> None:
-        engine, options = self._engine, self._targets.options
+        engine, options = self._stepped, self._targets.options
         if self._is_releasing:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
@@ -300,7 +304,6 @@ class FusedAdam(Optimizer):
         self._sync_steps(engine)
 
     def _sync_steps(self, engine: Engine) -> None:
-        """Take counts that other code has set in the groups, and show the others there."""
         if self._has_te_layout:
             te_layout.take_steps(engine, engine.shown_steps)
             engine.shown_steps = te_layout.show_steps(engine)
@@ -326,7 +329,7 @@ class FusedAdam(Optimizer):
         if self._is_releasing:
             self._release.drop_gradients()
         if self.use_decoupled_grad:
-            for param in self._engine.params:
+            for param in self._stepped.params:
                 if getattr(param, "decoupled_grad", None) is not None:
                     param.decoupled_grad = None if set_to_none else param.decoupled_grad.zero_()
 
@@ -356,7 +359,7 @@ class FusedAdam(Optimizer):
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; leave clipping out, or remove() the handle"
             )
-        return self._engine.measure(max_norm, norm_type, error_if_nonfinite)
+        return self._stepped.measure(max_norm, norm_type, error_if_nonfinite)
 
     def enable_gradient_release(self) -> GradientRelease:
         """Step each parameter as soon as its gradient is complete, and free the gradient.
@@ -388,9 +391,9 @@ class FusedAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in FP32 under the names of ``torch.optim.AdamW``, whatever the storage dtypes.
 
-        As in ``torch.optim``, tensors that are FP32 already are the optimizer's own, not copies.
-        That of ``FusedAdam`` has the layout of Transformer Engine's: ``step`` is in the groups,
-        ``master_param`` an int16 remainder with ``store_param_remainders``.
+        As in ``torch.optim``, FP32 tensors are the optimizer's own, not copies. ``FusedAdam`` has
+        Transformer Engine's layout: ``step`` in the groups, ``master_param`` an int16 remainder
+        with ``store_param_remainders``.
         """
         return self._saved(compact=False)
 
@@ -412,13 +415,11 @@ class FusedAdam(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         engine = self._engine
-        engine.settle()
         self._sync_steps(engine)
         state_dict = saving.saved(engine, compact, self._has_te_layout)
         return self._passed(self._optimizer_state_dict_post_hooks, state_dict)
 
     def _passed(self, hooks: dict[int, Callable], state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict after it has gone through the hooks that users have registered."""
         for hook in hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
@@ -453,6 +454,7 @@ class FusedAdam(Optimizer):
                 self._release.forget(self._engine)
             saving.load_masters(self._engine, given)
         self._sync_steps(self._engine)
+        self._targets.are_shown = False  # all states are new
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

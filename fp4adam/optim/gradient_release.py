@@ -25,7 +25,7 @@ class GradientRelease:
     """The handle that :meth:`FP4Adam.enable_gradient_release` returns."""
 
     def __init__(self, optimizer: "FusedAdam") -> None:
-        engine = optimizer._engine
+        engine = optimizer._stepped
         options = engine.targets.options
         if options.use_decoupled_grad:
             raise NotImplementedError(
@@ -160,7 +160,7 @@ class GradientRelease:
         """Step the unit of a parameter if all of its gradients are complete."""
         if self._accumulates or param.grad is None:
             return
-        engine = self._optimizer()._engine
+        engine = self._optimizer()._stepped
         if not self._arrived and not self._released:
             self._update_units(engine)
         unit = self._units.get(param)

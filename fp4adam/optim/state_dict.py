@@ -103,7 +103,6 @@ def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
 
     It decodes one at a time: all states in FP32 may be more than there is memory for.
     """
-    engine.settle()
     own, stale = _stale(engine)
 
     def master_of(param: Tensor) -> Tensor | None:

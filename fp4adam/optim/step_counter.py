@@ -7,7 +7,6 @@ Both counters have the same methods: :class:`StepCounter` for all optimizers, an
 import dataclasses
 from collections.abc import Sequence
 from itertools import chain, compress
-from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.state_codec import dither_origin
 from fp4adam.optim.target import Target
 from fp4adam.optim.update_bound import largest_update, next_ratio
-
-_step = itemgetter("step")
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,12 +60,10 @@ class StepCounter:
 
     def __init__(self, members: Sequence[Target], ratios: Sequence[float]) -> None:
         self._members = members
-        self._states = [member.state for member in members]
         steps = [member.state["step"].item() for member in members]
         self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
-        self._views = list(self._steps)
-        for state, step in zip(self._states, self._views, strict=True):
-            state["step"] = step
+        for member, step in zip(members, self._steps, strict=True):
+            member.state["step"] = step
         self._version = self._steps._version
         self._ratios = list(ratios)
         self.groups: list[StepGroup] = []  # what takes part
@@ -79,11 +74,9 @@ class StepCounter:
         self._absent: dict[int, float] = {}
 
     def fits(self) -> bool:
-        """Whether the states still hold these counters, and no other code has written to them."""
+        """Whether no other code has written to the counters."""
         self.settle()
-        return self._steps._version == self._version and all(
-            map(is_, map(_step, self._states), self._views)
-        )
+        return self._steps._version == self._version
 
     def regroup(self, present: list[bool]) -> None:
         """Set which members take part from this step on; may be repeated if it is interrupted."""

@@ -27,7 +27,7 @@ from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import LaunchKey, ReadGrad, Target
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
-from fp4adam.tensors.fingerprint import Column, Fingerprint, version
+from fp4adam.tensors.fingerprint import Column, Fingerprint
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
@@ -81,7 +81,7 @@ class StepPlan:
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
-        self._bounded = [
+        bounded = [
             m.tensors[name]
             for group in self._groups
             for m in group.members
@@ -89,24 +89,27 @@ class StepPlan:
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
-        self._versions_of_bounded = [*map(version, self._bounded)]  # which kernels do not raise
         self.has_run = False  # all kernels have been loaded then, so a CUDA graph can record them
         self.counter: StepCounter | DeviceCounter
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
             self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
-        self._fingerprint = _fingerprint(self.members, ("step",) if capturable else ())
+        self._fingerprint = _weights(self.members)
+        self._states = _states(self.members, bounded)
         launches = [group.launch for group in self._groups]
         # What a captured step reads besides parameters, states and gradients.
         self.memory_of_replays = [[t for t, _ in self._parts], launches, self.counter.launches]
         self._present: list[bool] | None = None
 
-    def fits(self) -> bool:
-        """Whether the plan is still valid for the current parameters, states and gradients."""
+    def fits(self, are_shown: bool) -> bool:
+        """Whether the plan is still valid for the current parameters, states and gradients.
+
+        ``are_shown``: Whether other code may hold the states, and so may have changed them.
+        """
         return (
             self._fingerprint.unchanged()
-            and [*map(version, self._bounded)] == self._versions_of_bounded
+            and (not are_shown or self._states.unchanged())
             and self.counter.fits()
             and all(grad is None for grad in map(self._read_grad, self._outsiders))
             and all(group.takes_grads() for group in self._groups)
@@ -213,8 +216,8 @@ def _is_loose(member: Target) -> bool:
     return member.param._shared.tensors.counter is None
 
 
-def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fingerprint:
-    """The fingerprint of all parameters and states; the marks of parameters follow it.
+def _weights(members: Sequence[Target]) -> Fingerprint:
+    """The fingerprint of all parameters; their marks follow it.
 
     The tensors must be where the kernels look for them. Writes matter only to parameters that have
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
@@ -231,7 +234,6 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     by_sharding: dict[bool, list[Target]] = defaultdict(list)
     for m in members:
         by_sharding[is_dtensor(m.owner)].append(m)
-    states: dict[tuple, list[dict]] = defaultdict(list)
     for sharded, here in by_sharding.items():
         borrowed = [m for m in here if m.borrowed]
         for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
@@ -253,12 +255,6 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
             add(noted)
         add(noted, read=_local if sharded else None, placed=True)
         add(others, False, read=_local if sharded else None, placed=True)
-        for m in here:
-            states[sharded, (*m.state_names, *more_names)].append(m.state)
-    columns += [
-        Column(alike, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
-        for (sharded, names), alike in states.items()
-    ]
     fingerprint = Fingerprint(columns)
     indices: dict[Target, list[int]] = defaultdict(list)
     spans = fingerprint.spans()
@@ -268,6 +264,17 @@ def _fingerprint(members: Sequence[Target], more_names: tuple[str, ...]) -> Fing
     for member, found in indices.items():
         member.mark.follow(fingerprint.versions, found)
     return fingerprint
+
+
+def _states(members: Sequence[Target], bounded: list[Tensor]) -> Fingerprint:
+    alike: dict[tuple, list[dict]] = defaultdict(list)
+    for m in members:
+        alike[is_dtensor(m.owner), ("step", *m.state_names)].append(m.state)
+    columns = [
+        Column(states, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
+        for (sharded, names), states in alike.items()
+    ]
+    return Fingerprint([*columns, Column(bounded, versioned=True)])  # kernels raise no versions
 
 
 def _ratio(member: Target) -> float:

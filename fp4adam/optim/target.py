@@ -509,10 +509,11 @@ class Targets:
     """The parameters of an optimizer and of all its engines, by the tensors in its groups.
 
     ``places``: Those of parameters in the groups, equal on all ranks and in runs that go on.
+    ``are_shown``: Whether code other than steps may hold their states, and so may change them.
     """
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options, self.are_shown = options, False
         self.places: dict[Tensor, int] = {}
         self._known: dict[Tensor, Target] = {}
 

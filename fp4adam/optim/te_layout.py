@@ -118,6 +118,7 @@ def show_steps(engine: Engine) -> list[Any]:
     # Tensors cannot be compared without waiting for the device.
     others = [*counts.values()]
     largest = others[0] if options.capturable and others else max(others, default=None)
+    engine.targets.are_shown |= options.capturable  # counts that are tensors
     for group, _ in engine.groups:
         count = counts.get(id(group), largest)
         if count is not None and (isinstance(count, Tensor) or count or "step" in group):
@@ -126,7 +127,6 @@ def show_steps(engine: Engine) -> list[Any]:
 
 
 def _counts(engine: Engine) -> dict[int, Any]:
-    """The largest step count of each group that has any, by the id of the group."""
     if engine.plan is not None:
         return engine.plan.counter.latest()
     counts, is_capturable = {}, engine.targets.options.capturable
@@ -153,6 +153,7 @@ def take_steps(engine: Engine, shown: Sequence[Any]) -> None:
         if not float(step) >= 0:
             raise ValueError(f"step of a group must be a number >= 0, got {step!r}")
         engine.drop_plan()
+        engine.targets.are_shown = True  # to the plans of released gradients
         for state in _counted(engine, params):
             state["step"] = torch.full_like(state["step"], float(step))
 

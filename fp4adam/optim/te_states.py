@@ -56,7 +56,6 @@ def get_unscaled_state(
     target = _target(engine, param, state_name)
     if state_name == MASTER and not target.master.name:
         return target.param.detach()
-    engine.settle()
     state = engine.states.get(param, {})
     is_remainder = state_name == MASTER and target.master.name == REST
     if (REST if is_remainder else state_name) not in state:
@@ -88,7 +87,6 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
     target = _target(engine, param, state_name)
     value = local(unscaled_state) if isinstance(unscaled_state, Tensor) else unscaled_state
     _check_value(target, state_name, value)
-    engine.settle()
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
         initialize_state(self, param)
     engine.drop_plan()
@@ -119,7 +117,6 @@ def _target(engine: Engine, param: Tensor, state_name: str | None = None) -> Tar
 
 
 def _check_value(target: Target, name: str, value: Tensor) -> None:
-    """Raise unless ``value`` can become the state ``name`` of a parameter."""
     wanted = torch.float64 if target.param.dtype == torch.float64 else torch.float32
     if name == MASTER and target.master.name == REST:
         wanted = torch.int16
@@ -134,7 +131,6 @@ def _check_value(target: Target, name: str, value: Tensor) -> None:
 
 
 def _write_state(target: Target, state: State, name: str, value: Tensor) -> None:
-    """Store a copy of ``value`` as the state ``name`` of a parameter, in its own storage dtype."""
     if name == MASTER and target.master.name == REST:
         local(state[REST]).copy_(value)
         return

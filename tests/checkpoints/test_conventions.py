@@ -78,15 +78,15 @@ def test_scales_that_the_model_has_are_read(tmp_path):
     assert models[1].k_scale.sum() == 3 and models[1].input_scale.sum() == 3
 
 
-@pytest.mark.parametrize("config", [{}, {"hidden_size": 64}, None])
+@pytest.mark.parametrize("config", ["{}", '{"hidden_size": 64}', None])
 def test_hf_quant_config_alone(config, tmp_path):
-    details = {"quant_algo": "NVFP4", "group_size": 16}
     model = build("nvfp4")
     export_checkpoint(model, tmp_path, "modelopt")
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
+    details = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(details))
     (tmp_path / "config.json").unlink()
     if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").write_text(config)
     assert_imports(tmp_path, model)
 
 

@@ -160,6 +160,7 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     other = build(None, seed=1)
     is_default = not quantizer.columnwise  # checkpoints have one direction
     assert import_checkpoint(other, tmp_path / "out", None if is_default else quantizer) is other
+    assert other.up.weight.quantizer == quantizer
     expected = bytes_of(model)
     assert_identical(bytes_of(other), expected)
     values = other.up.weight.dequantize(torch.float32)
@@ -218,9 +219,8 @@ def test_tensors_are_the_models_own_memory_and_read_when_their_turn_comes():
         model.up.bias.zero_()
     tensors = dict(tensors)
     assert tensors["up.weight_packed"].data_ptr() == model.up.weight.rowwise_data.data_ptr()
-    assert (
-        tensors["up.bias"].data_ptr() == model.up.bias.data_ptr() and not tensors["up.bias"].any()
-    )
+    assert tensors["up.bias"].data_ptr() == model.up.bias.data_ptr()
+    assert not tensors["up.bias"].any()
     assert not any(tensor.requires_grad for tensor in tensors.values())
 
 

@@ -131,12 +131,14 @@ def test_union_of_shards_is_the_full_cast(format, path_device, data):
         if codes is not None:
             codes.fill_(0xA5)
     cast_in_shards([weight], [x.to(path_device).view(-1)], [cuts], [dtype])
-    if quantizer.columnwise and not format.startswith("mxfp8"):
+    if not format.startswith("mxfp8"):
+        codes = weight._columnwise_data
         build_columnwise([weight])
+        assert codes is None or weight._columnwise_data.data_ptr() == codes.data_ptr()
     assert_same_storage(weight, quantized_by_torch(quantizer, x.to(dtype)))
 
 
-def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
+def test_whole_tiles_and_cut_ones_of_many_weights_give_the_full_cast(path_device):
     weights, values, cuts = [], [], []
     for i, (quantizer, shape) in enumerate(
         [
@@ -144,14 +146,17 @@ def test_whole_tiles_and_cut_ones_give_the_full_cast(path_device):
             (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
             (Float8BlockQuantizer(), (280, 144)),
             (NVFP4Quantizer(), (16, 16)),
+            *((NVFP4Quantizer(), (32, 160)) for _ in DTYPES),
         ]
     ):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        weights.append(quantizer.quantize(torch.ones_like(x)).to(path_device))
-        values.append(x.to(path_device).view(-1))
+        n, is_aligned = shape[0] * shape[1], i < 4
+        x = torch.randn(n + 1, generator=torch.Generator().manual_seed(i))
+        x = x.to(path_device, torch.float32 if is_aligned else DTYPES[i - 4])
+        values.append(x[:-1] if is_aligned else x[1:])  # at no multiple of 16 bytes
+        weights.append(quantizer.quantize(torch.ones(shape)).to(path_device))
         # All of the second weight belongs to the last rank, in whole tiles.
-        cuts.append([0, 0, 0, x.numel()] if i == 1 else [0, 48, x.numel() // 3 + 5, x.numel()])
-    cast_in_shards(weights, values, cuts, [torch.bfloat16] * 4)
+        cuts.append([0, 0, 0, n] if i == 1 else [0, 48, n // 3 + 5, n])
+    cast_in_shards(weights, values, cuts, [torch.bfloat16] * len(weights))
     build_columnwise([w for w in weights if not isinstance(w.quantizer, MXFP8Quantizer)])
     for weight, value in zip(weights, values, strict=True):
         expected = value.view(weight.shape).bfloat16()
@@ -184,17 +189,6 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
         assert torch.equal(out.cpu(), expected)
 
 
-def test_values_of_any_alignment_and_dtype(path_device):
-    x = torch.randn(32 * 160 + 1, generator=torch.Generator().manual_seed(0))
-    values = [x.to(path_device, dtype)[1:] for dtype in DTYPES]  # at no multiple of 16 bytes
-    quantizer, n = NVFP4Quantizer(), len(values)
-    weights = [quantizer.make_empty((32, 160), device=path_device) for _ in values]
-    cast_in_shards(weights, values, [[0, 32 * 160]] * n, [torch.float32] * n)
-    build_columnwise(weights)
-    for weight, value in zip(weights, values, strict=True):
-        assert_same_storage(weight, quantized_by_torch(quantizer, value.view(32, 160).float()))
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     triton = pytest.importorskip("triton")
@@ -221,36 +215,22 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     monkeypatch.setattr(backend, "uses_kernels", lambda _: True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = [NVFP4Quantizer().make_empty((32, 144), device=device) for _ in range(n)]
-    values = [torch.ones(4604, device=device)] * n
-    cast = PartialCast(weights, [1] * n, [4604] * n, [torch.float32] * n)
-    cast.measure(values)
+
+    def measure(start: int) -> tuple[PartialCast, list[Tensor]]:
+        values = [torch.ones(32 * 144 - start, device=device)] * n
+        sizes = [len(value) for value in values]
+        cast = PartialCast(weights, [start] * n, sizes, [torch.float32] * n)
+        cast.measure(values)
+        return cast, values
+
+    measure(1)
     assert launched == ["_span_kernel"]
-    values = [torch.ones(32 * 144, device=device)] * n
-    cast = PartialCast(weights, [0] * n, [32 * 144] * n, [torch.float32] * n)
-    cast.measure(values)
+    cast, values = measure(0)
     cast.write(values)
     build_columnwise(weights)
-    assert launched[1:] == [
-        *["_span_kernel"] * 2,
-        "_scales_kernel",
-        *["_span_kernel"] * 2,
-        "_transpose_kernel",
-    ]
+    span = ["_span_kernel"] * 2
+    assert launched[1:] == [*span, "_scales_kernel", *span, "_transpose_kernel"]
     assert len(prepared) == 2  # one per cast
-
-
-def test_pieces_of_a_shard_give_the_same_bytes():
-    for quantizer, shape in (
-        (NVFP4Quantizer(), (96, 48)),
-        (MXFP8Quantizer(), (96, 64)),
-        (Float8BlockQuantizer(), (300, 50)),
-    ):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        weight = quantizer.make_empty(shape)
-        cast_in_shards([weight], [x.view(-1)], [[0, 1111, 3001, x.numel()]], [torch.float32])
-        if not isinstance(quantizer, MXFP8Quantizer):
-            build_columnwise([weight])
-        assert_same_storage(weight, quantizer.quantize(x))
 
 
 @pytest.mark.parametrize("size", read_index()["transposed_sha16"])
@@ -259,25 +239,6 @@ def test_transposed_codes_are_the_golden_ones(size, path_device):
     out = packed.new_zeros(2 * packed.shape[1], packed.shape[0] // 2)
     transpose_codes([(packed, out)], 4, packed.device)
     assert sha16(out.cpu()) == read_index()["transposed_sha16"][size]
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "shape"),
-    [
-        (NVFP4Quantizer(), (144, 144)),
-        (Float8BlockQuantizer(), (144, 80)),
-        (Float8BlockQuantizer(), (131, 77)),
-    ],
-)
-def test_columnwise_codes_are_built_in_place(quantizer, shape, path_device):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    full = quantized_by_torch(quantizer, x)
-    tensor = quantizer.quantize(x.to(path_device))
-    address = tensor._columnwise_data.fill_(0xAA).data_ptr()
-    rowwise = type(quantizer)(columnwise=False).quantize(x.to(path_device))
-    build_columnwise([tensor, rowwise])
-    assert tensor._columnwise_data.data_ptr() == address and rowwise._columnwise_data is None
-    assert_same_storage(tensor, full)
 
 
 @pytest.mark.parametrize(

@@ -2,69 +2,50 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from fp4adam import FP4Adam, quantize_model
+from fp4adam import FP4Adam
 from helpers import assert_identical
-from ranks import home, run_ranks
-from twins import OPTIONS, whole_bytes
+from ranks import home, run_cases
+from twins import FORMATS, OPTIONS, build, whole_bytes
 
 MICROBATCHES = 4
-
-
-def build(recipe: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(64, 128), nn.Tanh()), nn.Linear(128, 64)]
-    return quantize_model(nn.Sequential(*stages).to(home()), recipe)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def batch_of(step: int) -> Tensor:
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(home())
-
-
-def train_stages(rank: int, recipe: str) -> None:
-    for schedule_class in (ScheduleGPipe, Schedule1F1B):
-        whole, model = build(recipe), build(recipe)
-        expected = FP4Adam(whole.parameters(), **OPTIONS)
-        optimizer = FP4Adam(model[rank].parameters(), **OPTIONS)
-        stage = PipelineStage(model[rank], rank, dist.get_world_size(), home())
-        schedule = schedule_class(stage, MICROBATCHES, loss_fn=loss_of)
-        for step in range(3):
-            x = batch_of(step)
-            losses: list[Tensor] = []
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=x.roll(1, 1), losses=losses)
-            wanted = []
-            for part, target in zip(
-                x.chunk(MICROBATCHES), x.roll(1, 1).chunk(MICROBATCHES), strict=True
-            ):
-                wanted.append(loss_of(whole(part), target))
-                wanted[-1].backward()
-            for param in whole.parameters():
-                param.grad.div_(MICROBATCHES)
-            if rank == 1:
-                assert torch.equal(torch.stack(losses), torch.stack(wanted))
-            for one in (optimizer, expected):
-                one.step()
-                one.zero_grad()
-        assert_identical(whole_bytes(model[rank]), whole_bytes(whole[rank]))
-        states = [optimizer.state[p] for p in model[rank].parameters()]
-        for a, b in zip(states, (expected.state[p] for p in whole[rank].parameters()), strict=True):
-            for name in b.keys() - {"step"}:
-                assert torch.equal(a[name], b[name]), name
+def train_stages(rank: int, recipe: str, schedule_class: type) -> None:
+    stages = [[model[:2], model[2]] for model in (build(128, 64, recipe) for _ in range(2))]
+    own, whole = stages[0][rank], [param for stage in stages[1] for param in stage.parameters()]
+    optimizer, expected = FP4Adam(own.parameters(), **OPTIONS), FP4Adam(whole, **OPTIONS)
+    schedule = schedule_class(PipelineStage(own, rank, 2, home()), MICROBATCHES, loss_fn=loss_of)
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(home())
+        target, losses, wanted = x.roll(1, 1), [], []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=losses)
+        for part, of_part in zip(*(each.chunk(MICROBATCHES) for each in (x, target)), strict=True):
+            wanted.append(loss_of(stages[1][1](stages[1][0](part)), of_part))
+            wanted[-1].backward()
+        for param in whole:
+            param.grad.div_(MICROBATCHES)
+        if rank == 1:
+            assert torch.equal(torch.stack(losses), torch.stack(wanted))
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    assert_identical(whole_bytes(own), whole_bytes(stages[1][rank]))
+    for param, same in zip(own.parameters(), stages[1][rank].parameters(), strict=True):
+        assert_identical(dict(optimizer.state[param]), dict(expected.state[same]))
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("mxfp8", "float8block"))],
+    "recipe", ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in FORMATS[1:])]
 )
 def test_two_stages(recipe):
-    run_ranks(train_stages, 2, recipe)
+    run_cases(train_stages, 2, [(recipe, kind) for kind in (ScheduleGPipe, Schedule1F1B)])

@@ -1,5 +1,6 @@
 """Format x cut, whole and empty shards x states x calls: the bits of one process on any ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,20 +20,11 @@ ALL += ["step", "load_whole", "step", "back", "step", "poison", "step"]
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
-LEFT_OUT |= {"int8": ("load_whole",)}
+LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
-RESUME += [
-    "load_values",
-    "as it is",
-    "step",
-    "model_last",
-    "step",
-    "model_last",
-    "other_model",
-    "step",
-]
-BRIEF = ["step", "load_values", "step"]
+RESUME += ["load_values", "as it is", "step", *["model_last", "step"] * 2, "other_model", "step"]
+BRIEF = ["step", "gather", "load_values", "step"]
 
 
 def run_case(
@@ -46,7 +38,8 @@ def run_case(
     **options: Any,
 ) -> None:
     where = f"{layout}, {recipe} [{rows}, {cols}], {states}"
-    left_out = {call for key in (recipe, *states.split(", ")) for call in LEFT_OUT.get(key, ())}
+    keys = recipe, *states.split(", "), *layout.split(", ")
+    left_out = {call for key in keys for call in LEFT_OUT.get(key, ())}
     calls = [call for call in calls if call not in left_out]
     with offload_to(LateLink(), 12 * 16 * 32):
         run_calls(Twin(layout, recipe, rows, cols, states, **options), calls, where)
@@ -106,12 +99,6 @@ MORE_ROWS = [
 ]
 
 
-@pytest.mark.table
-@pytest.mark.parametrize("world_size, cases", by_world_size(ROWS, MORE_ROWS))
-def test_ranks_have_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_case, world_size, cases)
-
-
 KERNELS = [
     (3, "root", "nvfp4", 64, 32),
     (2, "root", "mxfp8", 64, 32),
@@ -134,23 +121,21 @@ MORE_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("world_size, cases", by_world_size(KERNELS, MORE_KERNELS))
-def test_kernels_have_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_by_kernels, world_size, cases)
-
-
 VARIANTS = ["", ", kept", ", offloaded", ", meta", ", bfloat16"]
 MORE_VARIANTS = [", prefetched", ", recomputed"]
 TRAINED = [
     *((2, f"sharded{variant}", "nvfp4", 256, 32) for variant in VARIANTS),
     *((2, f"sharded{variant}", "float8block", 48, 32) for variant in VARIANTS),  # cut blocks
-    *(
-        (4, "hybrid", recipe, 64, 32, s)
-        for recipe in ("nvfp4", "float8block")
-        for s in ("", "int8")
-    ),
+    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "int8")),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
+    *((2, "ddp", recipe, 64, 32) for recipe in FORMATS),
+    (2, "ddp", None, 64, 32),
+    *((2, f"ddp, {variant}", "nvfp4", 64, 32) for variant in ("static", "views", "zero")),
+    *((2, layout, "nvfp4", 64, 32, "8bit") for layout in ("ddp", "replicated")),
+    *((4, layout, "mxfp8", 64, 32) for layout in ("ddp, zero", "replicated")),
+    *((2, "sharded", f"{recipe}, codes", 256, 128) for recipe in FORMATS),
+    (2, "sharded", "nvfp4, fake", 256, 128),
     (2, "root, grouped", "nvfp4", 64, 32, "released, 8bit"),
     (2, "sharded, kept", "nvfp4", 64, 32, "released"),
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
@@ -167,12 +152,6 @@ MORE_TRAINED = [
 ]
 
 
-@pytest.mark.table
-@pytest.mark.parametrize("world_size, cases", by_world_size(TRAINED, MORE_TRAINED))
-def test_training_has_the_bits_of_one_process(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_training, world_size, cases)
-
-
 # The functions of torch.distributed.checkpoint.state_dict, and those of models and optimizers.
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
@@ -187,16 +166,25 @@ MORE_RESUMED = [
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),
     *((2, "parallel", recipe, 256, 64) for recipe in FORMATS if recipe != "mxfp8"),
-    *(
-        (2, "root", "float8block", 64, 32, s)
-        for s in ("8bit", "fp8", "fp16 masters", "any optimizer")
-    ),
+    *((2, "root", "float8block", 64, 32, s) for s in ("8bit", "fp8", "fp16 masters")),
+    (2, "root", "float8block", 64, 32, "any optimizer"),
 ]
 
 
-@pytest.mark.parametrize("world_size, cases", by_world_size(RESUMED, MORE_RESUMED))
-def test_every_way_of_moving_states_keeps_the_bits(world_size: int, cases: list[tuple]) -> None:
-    run_cases(run_transfers, world_size, cases)
+@pytest.mark.table
+@pytest.mark.parametrize(
+    "function, world_size, cases",
+    [
+        *by_world_size(run_case, ROWS, MORE_ROWS),
+        *by_world_size(run_by_kernels, KERNELS, MORE_KERNELS),
+        *by_world_size(run_training, TRAINED, MORE_TRAINED),
+        *by_world_size(run_transfers, RESUMED, MORE_RESUMED),
+    ],
+)
+def test_ranks_have_the_bits_of_one_process(
+    function: Callable[..., None], world_size: int, cases: list[tuple]
+) -> None:
+    run_cases(function, world_size, cases)
 
 
 # Random programs

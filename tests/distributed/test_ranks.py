@@ -13,29 +13,22 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 
-def orders_and_numbers(rank: int) -> tuple[list[str], tuple[float, ...]]:
-    names = list({"exp_avg", "exp_avg_sq"})
-    return names, (random.random(), np.random.rand(), torch.rand(()).item())
-
-
-def test_ranks_hash_and_draw_differently_and_repeatably():
-    results = run_ranks(orders_and_numbers, 4)
-    (first, _), (second, _), *_ = results
-    assert first == second[::-1]
-    for draws in zip(*(numbers for _, numbers in results), strict=True):
-        assert len({*draws}) == 4
-    assert run_ranks(orders_and_numbers, 4) == results
-
-
-def process(rank: int) -> tuple[int, int]:
+def orders_and_numbers(rank: int) -> tuple[list[str], tuple[float, ...], tuple[int, int]]:
     dist.barrier()
-    return os.getpid(), os.getppid()
+    names = list({"exp_avg", "exp_avg_sq"})
+    numbers = random.random(), np.random.rand(), torch.rand(()).item()
+    return names, numbers, (os.getpid(), os.getppid())
 
 
-def test_ranks_are_processes_of_more_than_one_parent():
-    ranks, parents = zip(*run_ranks(process, 5), strict=True)
-    assert len({*ranks}) == 5 and os.getpid() not in ranks
-    assert len({*parents}) == 3
+def test_ranks_are_processes_that_hash_and_draw_differently_and_repeatably():
+    results = run_ranks(orders_and_numbers, 5)
+    orders, numbers, processes = zip(*results, strict=True)
+    assert orders[0] == orders[1][::-1]
+    for drawn in zip(*numbers, strict=True):
+        assert len({*drawn}) == 5
+    ranks, parents = map(set, zip(*processes, strict=True))
+    assert len(ranks) == 5 and os.getpid() not in ranks and len(parents) == 3
+    assert [each[:2] for each in run_ranks(orders_and_numbers, 5)] == [each[:2] for each in results]
 
 
 def fail(rank: int, how: str) -> int:
@@ -66,10 +59,6 @@ def test_a_rank_that_fails_is_named_and_the_next_call_works(how, timeout, error,
     with pytest.raises(error, match=text):
         run_ranks(fail, 2, how, timeout=timeout)
     assert run_ranks(fail, 2, "") == [0, 1]
-
-
-def test_a_rank_may_die():
-    assert run_ranks(fail, 2, "die", survives=True) == [0, None]
 
 
 def skip(rank: int) -> None:

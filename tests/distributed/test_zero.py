@@ -1,28 +1,36 @@
-"""Masters spread over ranks: the weights of every rank are those of one process, bit for bit."""
+"""Masters spread over ranks, with the calls and names of Megatron's distributed optimizer.
 
-import math
+The weights of every rank are those of one process, bit for bit.
+"""
+
+import importlib.util
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import fp4adam.fp4_utils as fp4_utils  # the path that stands in for megatron.core.fp4_utils
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     FusedAdam,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
-    fp4_utils,
 )
+from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
+from fp4adam.interop.adapter import is_foreign
 from fp4adam.tensors import backend
-from helpers import random
+from helpers import assert_identical, random
 from ranks import run_ranks
+from te_stand_ins import te_bytes, te_tensor
 
 SHAPES = {
     NVFP4Quantizer(optimize_for_gemm=True): (48, 80),
@@ -33,20 +41,16 @@ SHAPES = {
 
 
 def masters() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
-
-
-def empty_weights() -> list[QuantizedTensor]:
-    return [q.make_empty(shape, torch.bfloat16) for q, shape in SHAPES.items()]
+    return [random(shape, seed) for seed, shape in enumerate(SHAPES.values())]
 
 
 def bounds(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Uneven parts at odd offsets; of small weights the last of three ranks has nothing."""
+    """Uneven parts at odd offsets; the third rank has nothing of small weights, a fourth of any."""
     if world_size == 2:
         cuts = [0, numel // 3 + 1, numel]
     else:
         cuts = [0, 999, 2001, numel] if numel > 3000 else [0, 7, numel, numel]
+    cuts += [numel]
     return cuts[rank], cuts[rank + 1]
 
 
@@ -71,17 +75,17 @@ def gather_codes(weight: QuantizedTensor, start: int, stop: int) -> None:
 
 
 def quantize_on_rank(rank: int, world_size: int, manual: bool) -> tuple[list, int]:
-    weights = empty_weights()
+    weights = [q.make_empty(shape, torch.bfloat16) for q, shape in SHAPES.items()]
     for weight in weights:
         weight._high_precision_init_val = torch.zeros(weight.shape)
-    parts, starts, ends = [], [], []
-    for value in masters():
-        start, stop = bounds(value.numel(), rank, world_size)
-        parts.append(value.flatten()[start:stop].clone() if stop > start else None)
-        starts.append(start if stop > start else None)
-        ends.append((start, stop))
-    calls = []
-    all_reduce = dist.all_reduce
+    ends = [bounds(weight.numel(), rank, world_size) for weight in weights]
+    parts, starts = [], []
+    for value, (start, stop) in zip(masters(), ends, strict=True):
+        # Slices have any shape, and an offset without a slice says nothing.
+        part = value.flatten()[start:stop].clone().view((-1, 1) if manual else (-1,))
+        parts.append(part if stop > start else None)
+        starts.append(start if manual or stop > start else None)
+    calls, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: calls.append(args) or all_reduce(*args, **kwargs)
     quantize_master_weights(weights, parts, starts, None, manual_post_all_gather_processing=manual)
     dist.all_reduce = all_reduce
@@ -92,7 +96,7 @@ def quantize_on_rank(rank: int, world_size: int, manual: bool) -> tuple[list, in
     return [(w.quantizer, w.storage_tensors()) for w in weights], len(calls)
 
 
-@pytest.mark.parametrize("world_size, manual", [(2, True), (3, False)])
+@pytest.mark.parametrize("world_size, manual", [(2, True), (4, False)])
 def test_ranks_agree_on_the_full_cast_in_one_all_reduce(world_size, manual):
     expected = [q.quantize(x.bfloat16()) for q, x in zip(SHAPES, masters(), strict=True)]
     for tensors, n_calls in run_ranks(quantize_on_rank, world_size, world_size, manual):
@@ -163,137 +167,178 @@ def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
         quantize_master_weights(**(arguments | change))
 
 
-def cast_on_rank(rank: int) -> None:
-    """A slice of any shape; an offset without a slice says nothing."""
-    value = random((32, 32), 0)
-    half = value[16 * rank :][:16].clone()
-    expected = NVFP4Quantizer(columnwise=False).quantize(value)
-    for master, start in ((half, 512 * rank), (half.flatten(), 512 * rank)):
-        weights = [NVFP4Quantizer(columnwise=False).make_empty((32, 32)) for _ in range(2)]
-        # Rank 0 has no slice of the second weight, and rank 1 has all of it.
-        second = (None, 77) if rank == 0 else (value.clone(), 0)
-        masters, starts = zip((master, start), second, strict=True)
-        quantize_master_weights(weights, masters, starts, None)
-        own = slice(16 * rank, 16 * rank + 16)
-        assert torch.equal(weights[0].rowwise_data[own], expected.rowwise_data[own])
-        if rank:
-            assert torch.equal(weights[1].rowwise_data, expected.rowwise_data)
-        for weight in weights:
-            assert torch.equal(weight.rowwise_scale_inv, expected.rowwise_scale_inv)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(),
+    "float8block": Float8BlockQuantizer(),
+    "float8": Float8Quantizer(),
+    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=4),
+}
+SIZE, STEPS = 32, 8
+OPTIONS = dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def test_masters_of_any_shape_and_offsets_without_one():
-    run_ranks(cast_on_rank, 2)
+def make_weights(te: bool) -> list[Tensor]:
+    """One per format, which every rank has in full; or stand-ins for Transformer Engine's."""
+    weights = []
+    for seed, quantizer in enumerate(QUANTIZERS.values()):
+        value = random((SIZE, SIZE), seed, scale=0.2).bfloat16()
+        if te:
+            weight = te_tensor(quantizer, value, **initial_value(value))
+        else:
+            weight = nn.Parameter(quantizer.quantize(value))
+            weight._high_precision_init_val = value
+        weights.append(weight)
+    return weights
 
 
-def test_no_weights_are_no_work():
-    quantize_master_weights([], [], [], None)
-    post_all_gather_processing([])
-    fp4_utils.quantize_nvfp4_param_shard([], [], [], None)
+def initial_value(value: Tensor) -> dict:
+    """The methods of Transformer Engine's tensors for the value before quantization."""
+    kept = [value]
+    return dict(
+        get_high_precision_init_val=lambda: kept[0] if kept else None,
+        clear_high_precision_init_val=kept.clear,
+    )
 
 
-def test_post_all_gather_processing_refuses_what_it_cannot_build():
-    weight, plain = NVFP4Quantizer(two_dimensional=False).make_empty((16, 16)), torch.ones(4, 4)
-    with pytest.raises(ValueError, match=r"model_weights\[0\] must"):
-        post_all_gather_processing([plain, weight])
-    post_all_gather_processing([plain])  # as it is
-    post_all_gather_processing(plain)
+def update_scale(weight: Tensor) -> None:
+    """Delayed scaling as Transformer Engine's forward pass does it, with a history of 1."""
+    quantizer = getattr(weight, "_quantizer", None)
+    if hasattr(quantizer, "amax") and quantizer.amax > 0:
+        quantizer.scale.copy_(448 / quantizer.amax)
+        quantizer.amax.zero_()
 
 
-def test_post_all_gather_processing_takes_one_tensor_and_leaves_mxfp8_alone():
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    weight = NVFP4Quantizer().quantize(x)
-    expected = weight._columnwise_data.clone()
-    weight._columnwise_data.zero_()
-    post_all_gather_processing(weight)
-    assert torch.equal(weight._columnwise_data, expected)
-    other = MXFP8Quantizer().quantize(x)
-    expected = other._columnwise_data.clone()
-    post_all_gather_processing([other])
-    assert torch.equal(other._columnwise_data, expected)
+def gathered_codes(param: Tensor) -> list[Tensor]:
+    """The codes that ranks gather: rowwise ones, of MXFP8 those of both directions."""
+    if hasattr(param, "_data"):
+        return [param._data]
+    is_mxfp8 = type(param).__name__ == "MXFP8Tensor"
+    return [param._rowwise_data] + is_mxfp8 * [param._columnwise_data]
 
 
-# A distributed optimizer as Megatron has it: one buffer of packed weights, one of gradients.
-LAYERS = [(48, 80), (16, 16), (32, 48), (16, 112)]
-N_STEPS = 3
-OPTIONS = dict(lr=0.05, weight_decay=0.1)
+def buffers(param: Tensor, manual: bool = True) -> dict[str, Tensor]:
+    """All inner tensors that are valid, by name; else without those that are dropped."""
+    found = te_bytes(param) if is_foreign(param) else param.storage_tensors()
+    if getattr(param, "_transpose_invalid", False):
+        found.pop("_transpose")
+    keeps = manual or type(param).__name__ == "MXFP8Tensor"
+    names = [n for n in found if keeps or not n.startswith(("_transpose", "_columnwise"))]
+    return {name: found[name] for name in names}
 
 
-def layer_values() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator) for shape in LAYERS]
+def grads_of(step: int) -> list[Tensor]:
+    return [random((SIZE, SIZE), 100 * step + i).bfloat16() for i in range(len(QUANTIZERS))]
 
 
-def layer_grads(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator).bfloat16() for shape in LAYERS]
-
-
-class ShardedOptimizer:
-    """Rank r owns elements [r * size, (r + 1) * size) of all weights, one after the other."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.params = [NVFP4Quantizer().quantize(x.bfloat16()) for x in layer_values()]
-        first, self.spans = 0, []
-        for param in self.params:
-            self.spans.append((first, first + param.numel()))
-            first += -(-param.numel() // 64) * 64
-        # Bytes follow from elements: every boundary lies between two bytes.
-        self.size = 2 * math.ceil(first / (2 * world_size))
-        self.buffer = torch.zeros(self.size * world_size // 2, dtype=torch.uint8)
-        for param, (start, stop) in zip(self.params, self.spans, strict=True):
-            shape = fp4_utils.get_nvfp4_rowwise_packed_shape(param.shape)
-            packed = self.buffer[start // 2 : stop // 2].view(shape)
-            fp4_utils.modify_nvfp4_rowwise_storage(param, packed)
-        self.own = slice(rank * self.size, (rank + 1) * self.size)
-        self.mains: list[Tensor | None] = []
-        self.offsets: list[int | None] = []
-        for value, (start, stop) in zip(layer_values(), self.spans, strict=True):
-            begin, end = max(start, self.own.start), min(stop, self.own.stop)
-            part = value.flatten()[begin - start : end - start].clone()
-            self.mains.append(torch.nn.Parameter(part) if begin < end else None)
-            self.offsets.append(begin - start if begin < end else None)
-        mine = [main for main in self.mains if main is not None]
-        # A rank may own nothing but padding.
-        self.optimizer = FusedAdam(mine, **OPTIONS) if mine else None
-
-    def step(self, grads: list[Tensor]) -> None:
-        for main, offset, grad in zip(self.mains, self.offsets, grads, strict=True):
-            if main is not None:
-                main.grad = grad.flatten()[offset : offset + main.numel()].float()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        fp4_utils.quantize_nvfp4_param_shard(
-            self.params, self.mains, self.offsets, dist.group.WORLD
-        )
-        own = self.buffer[self.own.start // 2 : self.own.stop // 2].clone()
-        dist.all_gather_into_tensor(self.buffer, own)
-        post_all_gather_processing(self.params)
-
-
-def train_on_rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-    optimizer = ShardedOptimizer(rank, world_size)
-    for step in range(N_STEPS):
-        optimizer.step(layer_grads(step))
-    return [param.storage_tensors() for param in optimizer.params]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 12])
-def test_a_distributed_optimizer_gives_the_weights_of_one_process(world_size):
-    params = []
-    for value in layer_values():
-        param = torch.nn.Parameter(NVFP4Quantizer().quantize(value.bfloat16()))
-        param._high_precision_init_val = value
-        params.append(param)
-    optimizer = FP4Adam(params, quantize_from="param_dtype", **OPTIONS)
-    for step in range(N_STEPS):
-        for param, grad in zip(params, layer_grads(step), strict=True):
-            param.grad = grad
+def train_sharded(rank: int, manual: bool, te: bool) -> list[dict[str, Tensor]]:
+    """ZeRO-1: this rank's slices of the masters, quantized into the weights, codes gathered."""
+    weights, group, n = make_weights(te), dist.group.WORLD, SIZE * SIZE // 2
+    own, masters = slice(rank * n, (rank + 1) * n), []
+    for weight in weights:
+        value = weight.get_high_precision_init_val()
+        masters.append(nn.Parameter(value.detach().view(-1)[own].clone().float()))
+        weight.clear_high_precision_init_val()
+    optimizer, starts = FusedAdam(masters, **OPTIONS), [own.start] * len(masters)
+    for step in range(STEPS):
+        for weight, master, grad in zip(weights, masters, grads_of(step), strict=True):
+            update_scale(weight)
+            master.grad = grad.view(-1)[own].float()
         optimizer.step()
-    for weights in run_ranks(train_on_rank, world_size, world_size):
-        for param, storage in zip(params, weights, strict=True):
-            for name, inner in param.storage_tensors().items():
-                assert torch.equal(storage[name], inner), name
+        is_fp4 = [*map(fp4_utils.is_nvfp4tensor, weights)]
+        for of_fp4 in (True, False):
+            columns = [
+                [one for one, is_chosen in zip(column, is_fp4, strict=True) if is_chosen == of_fp4]
+                for column in (weights, masters, starts)
+            ]
+            if of_fp4 and manual:
+                fp4_utils.quantize_nvfp4_param_shard(*columns, group)
+            elif of_fp4:
+                fp4_utils.cast_master_weights_to_nvfp4(*columns, group)
+            else:
+                quantize_master_weights(*columns, group, manual_post_all_gather_processing=manual)
+        for codes in (codes.view(-1) for weight in weights for codes in gathered_codes(weight)):
+            dist.all_gather_into_tensor(codes, codes.chunk(2)[rank].clone(), group)
+        if manual:
+            post_all_gather_processing(weights)
+    return [*map(buffers, weights)]
+
+
+@pytest.mark.parametrize("manual, te", [(True, False), (False, False), (False, True), (True, True)])
+def test_two_ranks_train_as_one_process_bit_for_bit(manual, te):
+    weights = make_weights(te)
+    optimizer = FP4Adam(weights, quantize_from="param_dtype", **OPTIONS)
+    for step in range(STEPS):
+        for weight, grad in zip(weights, grads_of(step), strict=True):
+            update_scale(weight)
+            weight.grad = grad
+        optimizer.step()
+    for of_rank in run_ranks(train_sharded, 2, manual, te):
+        assert_identical(of_rank, [buffers(weight, manual) for weight in weights])
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_slices_are_written_to_other_memory(name, alone):
+    """As with Megatron's FSDP: codes go to a shard of the caller's, a tensor or bare memory."""
+    quantizer, value = QUANTIZERS[name], (torch.randn(32, 64) * 0.1).bfloat16()
+    weights = [te_tensor(quantizer, value) for _ in range(2)]
+    before = te_bytes(weights[0])
+    master, start = torch.randn(32 * 16), 64 * 4
+    per_byte = 8 // quantizer.layout.code_type.bits
+    outs = [torch.zeros(len(master) // per_byte, dtype=torch.uint8) for _ in range(2)]
+    target = (outs[0], outs[1]) if name == "mxfp8" else outs[0]
+    if name.startswith("float8") and name != "float8block":
+        target = weights[0].on(outs[0])  # a Float8Tensor of the same codes
+    quantize_master_weights([weights[0]], [master], [start], None, [target], True)
+    quantize_master_weights([weights[1]], [master], [start], None, None, True)
+    codes = [gathered_codes(weight) for weight in weights]
+    own = slice(start // per_byte, start // per_byte + len(outs[0]))
+    for out, elsewhere, within in zip(outs, *codes, strict=False):
+        assert out.any() and torch.equal(out, within.view(-1)[own])
+        assert any(torch.equal(elsewhere, x) for x in before.values())  # still the old codes
+    scales = [{n: x for n, x in te_bytes(w).items() if "scale" in n} for w in weights]
+    assert all(torch.equal(x, scales[1][n]) for n, x in scales[0].items())
+
+
+def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
+    from fp4adam.interop import transformer_engine
+
+    monkeypatch.delattr(transformer_engine.TransformerEngineAdapter, "drop_columnwise")
+    weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
+    before = te_bytes(weight)
+    with pytest.raises(
+        NotImplementedError, match="drop_columnwise must be defined by TransformerEngineAd"
+    ):
+        quantize_master_weights([weight], [master], [0], None)
+    assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
+    # None are dropped that are gathered, or that are not there.
+    for quantizer in (MXFP8Quantizer(), NVFP4Quantizer(columnwise=False)):
+        weight = te_tensor(quantizer, torch.ones(32, 32))
+        quantize_master_weights([weight], [torch.randn(1024)], [0], None)
+
+
+def test_post_all_gather_processing_derives_what_it_can():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    for quantizer, is_built in ((NVFP4Quantizer(), True), (MXFP8Quantizer(), False)):
+        weight = quantizer.quantize(x)
+        expected = weight._columnwise_data.clone()
+        weight._columnwise_data.zero_()
+        post_all_gather_processing(weight if is_built else [weight])
+        assert torch.equal(weight._columnwise_data, expected if is_built else 0 * expected)
+    plain, vectors = torch.ones(4, 4), NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))
+    with pytest.raises(ValueError, match=r"model_weights\[0\] must"):
+        post_all_gather_processing([plain, vectors])
+    for nothing in (plain, [plain], []):
+        post_all_gather_processing(nothing)
+    quantize_master_weights([], [], [], None)
+    fp4_utils.quantize_nvfp4_param_shard([], [], [], None)
 
 
 def test_packed_shapes_and_moved_storage():
@@ -301,43 +346,93 @@ def test_packed_shapes_and_moved_storage():
     assert fp4_utils.get_nvfp4_rowwise_packed_shape(()) == ()
     with pytest.raises(ValueError, match=r"must be even to be packed, got shape \(3, 7\)"):
         fp4_utils.get_nvfp4_rowwise_packed_shape((3, 7))
-    tensor = NVFP4Quantizer().quantize(torch.randn(16, 32))
-    values = tensor.dequantize(torch.float32)
-    buffer = torch.zeros(300, dtype=torch.uint8)
-    fp4_utils.modify_nvfp4_rowwise_storage(tensor, buffer[10:266])
-    assert tensor.data_ptr() == buffer.data_ptr() + 10
-    assert torch.equal(tensor.dequantize(torch.float32), values)
-    assert torch.equal(fp4_utils.dequantize_fp4_tensor(tensor), values)
-    assert fp4_utils.is_nvfp4tensor(tensor) and not fp4_utils.is_nvfp4tensor(values)
+    own = NVFP4Quantizer().quantize(random((16, 32), 0).bfloat16())
+    values = own.dequantize(torch.bfloat16)
+    for tensor in (te_tensor(NVFP4Quantizer(), values), own):
+        buffer = torch.zeros(300, dtype=torch.uint8)
+        fp4_utils.modify_nvfp4_rowwise_storage(tensor, buffer[10:266])
+        assert tensor._rowwise_data.data_ptr() == buffer.data_ptr() + 10
+        assert torch.equal(fp4_utils.dequantize_fp4_tensor(tensor), values)
+        assert fp4_utils.is_nvfp4tensor(tensor) and not fp4_utils.is_grouped_nvfp4tensor(tensor)
+    assert own.data_ptr() == buffer.data_ptr() + 10 and torch.equal(own.dequantize(), values)
+    others = te_tensor(MXFP8Quantizer(), torch.ones(32, 32)), values, None
+    assert not any(map(fp4_utils.is_nvfp4tensor, others))
+
+
+def test_stacks_are_moved_with_their_slices():
+    stack = NVFP4Quantizer().quantize(torch.randn(2, 16, 32))
+    assert fp4_utils.is_grouped_nvfp4tensor(stack)
+    assert not fp4_utils.is_grouped_nvfp4tensor(torch.ones(2, 16, 32))
+    second, values = stack[1:], stack.dequantize(torch.float32)
+    buffer = torch.zeros(512, dtype=torch.uint8)
+    fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer)
+    assert stack.data_ptr() == buffer.data_ptr() and torch.equal(
+        stack.dequantize(torch.float32), values
+    )
+    buffer[256:] = 0
+    assert not second.dequantize(torch.float32).any() and torch.equal(
+        stack.dequantize(torch.float32)[0], values[0]
+    )
+    with pytest.raises(ValueError, match="must be contiguous uint8 of 512 bytes"):
+        fp4_utils.modify_grouped_nvfp4_rowwise_storage(stack, buffer[:-1])
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "new", "error", "match"),
+    "options, new, error, match",
     [
-        (NVFP4Quantizer(), torch.zeros(511, dtype=torch.uint8), ValueError, "uint8 of 512 bytes"),
-        (NVFP4Quantizer(), torch.zeros(512), ValueError, "uint8 of 512 bytes"),
-        (NVFP4Quantizer(), torch.zeros(1024, dtype=torch.uint8)[::2], ValueError, "contiguous"),
-        (
-            NVFP4Quantizer(rowwise=False),
-            torch.zeros(512, dtype=torch.uint8),
-            RuntimeError,
-            "must have rowwise codes",
-        ),
+        ({}, torch.zeros(511, dtype=torch.uint8), ValueError, "uint8 of 512 bytes"),
+        ({}, torch.zeros(512), ValueError, "uint8 of 512 bytes"),
+        ({}, torch.zeros(1024, dtype=torch.uint8)[::2], ValueError, "contiguous"),
+        ({"rowwise": False}, torch.zeros(512), RuntimeError, "must have rowwise codes"),
     ],
 )
-def test_storage_that_does_not_fit_is_refused(quantizer, new, error, match):
+def test_storage_that_does_not_fit_is_refused(options, new, error, match):
+    tensor = NVFP4Quantizer(**options).make_empty((32, 32))
     with pytest.raises(error, match=match):
-        fp4_utils.modify_nvfp4_rowwise_storage(quantizer.make_empty((32, 32)), new)
+        fp4_utils.modify_nvfp4_rowwise_storage(tensor, new)
 
 
-def test_alignment_depends_on_the_kernels():
+CONFIG = dict(fp4="e2m1", fp4_param=True, fp4_recipe="nvfp4", num_layers=4)
+CONFIG |= dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1)
+CONFIG |= dict(num_layers_at_end_in_bf16=1)
+
+
+def config(**changes):
+    return SimpleNamespace(**CONFIG | changes)
+
+
+def test_layers_are_built_in_the_context_of_their_place():
+    kinds = []
+    for layer_no in (-1, *range(4)):
+        with fp4_utils.get_fp4_context(config(), layer_no, is_init=True):
+            layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+        with fp4_utils.get_fp4_context(config(), layer_no):
+            layer(torch.ones(1, 32)).sum().backward()
+        kinds.append(isinstance(layer[0].weight, NVFP4Tensor))
+    assert kinds == [True, False, True, True, False]
+    for changes in (dict(fp4_param=False), dict(fp4=None, fp4_param=False)):
+        with fp4_utils.get_fp4_context(config(**changes), 1, is_init=True):
+            assert type(nn.Linear(32, 32).weight.data) is Tensor
+    assert fp4_utils.get_fp4_recipe(config()) == NVFP4Quantizer()
+    with pytest.raises(ValueError, match="fp4_recipe must be 'nvfp4', got 'custom'"):
+        fp4_utils.get_fp4_context(config(fp4_recipe="custom"), 1, is_init=True)
+
+
+def test_flags_say_what_is_there():
+    assert (importlib.util.find_spec("transformer_engine") is not None) == fp4_utils.HAVE_TE
+    assert fp4_utils.HAVE_TE_FP4_TENSOR_CLASS and fp4_utils.FP4_TENSOR_CLASS is NVFP4Tensor
     assert fp4_utils.get_fp4_align_size() == 128
 
 
-def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Casts by kernels, on the only rank."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
+
+
+def test_tables_are_kept_while_addresses_hold(device, monkeypatch, by_kernels):
     from fp4adam.distributed import cast_launch
 
     tables, launches = [], cast_launch.CastLaunches
@@ -365,9 +460,8 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
             expected = weight.quantizer.quantize(value.view(32, 32).bfloat16())
             assert weight.has_bytes_of(expected)
 
-    cast(builds=True)
-    cast(builds=False)
-    cast(builds=False)
+    for builds in (True, False, False):
+        cast(builds)
     values[1] = values[1].clone()
     cast(builds=True)
     cast(builds=False)
@@ -383,10 +477,7 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch):
     cast(builds=True)
 
 
-def test_kept_tables_keep_no_weight_alive(device, monkeypatch):
-    monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
+def test_kept_tables_keep_no_weight_alive(device, by_kernels):
     weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16, device)
     for _ in range(2):
         quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)

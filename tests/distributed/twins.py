@@ -5,6 +5,7 @@ After each call, what ranks hold between them has the bits of the model in one p
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -38,6 +39,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Recipe,
     check_shards,
     quantize_model,
 )
@@ -63,6 +65,11 @@ RECIPES = {
     "nvfp4-gemm": NVFP4Quantizer(optimize_for_gemm=True),
     "mxfp8-rowwise": MXFP8Quantizer(columnwise=False),
     "mxfp8-gemm": MXFP8Quantizer(optimize_for_gemm=True),
+    "nvfp4, fake": Recipe("nvfp4", activations="fake"),
+    **{
+        f"{name}, codes": Recipe(name, activations=True, gradients=True, emulate=True)
+        for name in FORMATS
+    },
 }
 STATES: dict[str, dict[str, Any]] = {
     "": {},
@@ -104,7 +111,12 @@ def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
     if kind == "alone":
         return model
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        if "views" in variants:
+            options = dict(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+        model = DistributedDataParallel(model, static_graph="static" in variants, **options)
+        if "compiled" in variants:
+            model.compile(backend="aot_eager")
+        return model
     if kind == "replicated":
         mesh = init_device_mesh(home().type, (dist.get_world_size(),), mesh_dim_names=("r",))
         for module in (model[0], model[2], model):
@@ -130,6 +142,8 @@ def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
     for layer in (model[0], model[2]) if kind != "root" else ():
         if "recomputed" in variants:
             checkpoint(layer)
+        if "compiled" in variants:
+            layer.compile(backend="aot_eager")
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if "prefetched" in variants:
@@ -224,15 +238,17 @@ def take_step(model: nn.Module, optimizer: Optimizer, grads: list[Tensor | None]
     optimizer.zero_grad()
 
 
-class Twin:
-    """A model in one process and over ranks, each with its optimizer.
+def zero_redundancy_optimizer() -> type[Optimizer]:
+    with warnings.catch_warnings():  # it compiles functions with torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
 
-    Args:
-        layout: As for :func:`distribute`.
-        recipe: A format, maybe one of ``RECIPES``.
-        rows, cols: The shape of the first weight.
-        states: Some of ``STATES``, by commas.
-        options: For :func:`build`.
+
+class Twin:
+    """A model in one process and over ranks, in a layout, each with its optimizer.
+
+    ``states`` are some of ``STATES``, by commas.
     """
 
     def __init__(
@@ -253,7 +269,8 @@ class Twin:
         self.build = partial(build, rows, cols, recipe, dtype, **options)
         self.layout, self.states = layout, states
         # Ranks need not begin with the same parts: those of the first one are distributed.
-        self.model = self.distributed(dist.get_rank() % 2 if "parallel" in layout else 0)
+        is_sent = layout.startswith(("parallel", "ddp"))
+        self.model = self.distributed(dist.get_rank() % 2 if is_sent else 0)
         self.models = self.whole, self.model = self.build(), self.model
         if "meta" in layout:
             load_values(self, 0)
@@ -275,7 +292,10 @@ class Twin:
         releases = settings.pop("releases", False)
         if model is self.whole:
             settings.pop("offload_states", None)
-        optimizer = settings.pop("optimizer_class", FP4Adam)(model.parameters(), **settings)
+        kind = settings.pop("optimizer_class", FP4Adam)
+        if "zero" in self.layout and model is self.model:
+            return zero_redundancy_optimizer()(model.parameters(), kind, **settings)
+        optimizer = kind(model.parameters(), **settings)
         if releases and model is self.model:
             self.accumulate = optimizer.enable_gradient_release().accumulate
         return optimizer
@@ -285,8 +305,12 @@ class Twin:
         return [[*model.parameters()][i % 3] for model in self.models]
 
     def step(self, grads: list[Tensor | None]) -> None:
+        shards = [*map(local, self.model.parameters())]
+        versions = [shard._version for shard in shards]
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             take_step(model, optimizer, grads)
+        for shard, version, grad in zip(shards, versions, grads, strict=True):
+            assert grad is None or shard._version > version  # which autograd sees
         self.check()
 
     @torch.no_grad()
@@ -299,6 +323,8 @@ class Twin:
         ):
             found = bytes_of(whole_of(param))
             assert_identical(found, {key: value[key] for key in found}, f"{where} {name}")
+        if "zero" in self.layout:
+            return  # each rank has the states of some parameters
         alone, own = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
         assert own.keys() == alone.keys(), where
         for i, param in enumerate(self.model.parameters()):
@@ -359,12 +385,17 @@ def train(twin: Twin, seed: int) -> None:
     losses = []
     for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
         releases = model is twin.model and "released" in twin.states
+        torch.manual_seed(seed)  # NVFP4 rounds gradients at random
         for i, x in enumerate(batches.to(home(), twin.whole[0].bias.dtype)):
             # Gradients are added before they are reduced, or after that.
             later = i == 0 and seed % 2 == 0
+            adds: Any = contextlib.nullcontext()
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(i == 1 or later)
-            with twin.accumulate() if releases and later else contextlib.nullcontext():
+                adds = twin.accumulate() if releases and later else adds
+            elif model is not twin.whole and i == 0 and "static" not in twin.layout:
+                adds = model.no_sync()
+            with adds:
                 losses.append(model(x).square().mean())
                 losses[-1].backward()
         assert all((param.grad is None) == releases for param in model.parameters())
@@ -415,12 +446,12 @@ def fill(twin: Twin, seed: int) -> None:
 
 @torch.no_grad()
 def overwrite_elsewhere(twin: Twin, seed: int) -> None:
-    """All but the last rank write the values that they have, after which masters would go on."""
+    """Some ranks write the values that they have, after which masters would go on."""
     whole, param = twin.params(seed)
     is_quantized = isinstance(whole, QuantizedTensor)
     old = whole.dequantize(torch.float32) if is_quantized else whole.detach().clone()
     value = part(param, old)
-    if is_last(param):
+    if writes(param):
         local(value).copy_(part_for(param, _random(twin, seed, seed)))
     param.copy_(value)
     whole.copy_(full(value))
@@ -428,23 +459,23 @@ def overwrite_elsewhere(twin: Twin, seed: int) -> None:
         optimizer.reset_master_weights()
 
 
-def is_last(param: Tensor) -> bool:
-    """Whether no rank has a later part; replicas of that have it, too."""
-    mesh = param.device_mesh
-    return all(mesh.get_local_rank(dim) == mesh.size(dim) - 1 for dim in sharded_dims(param))
+def writes(param: Tensor) -> bool:
+    """Whether this rank is one of those that write to its part; replicas of a part are alike."""
+    dims = sharded_dims(param)
+    return not dims or sum(map(param.device_mesh.get_local_rank, dims)) % 2 == 1
 
 
 @torch.no_grad()
 def write_states(twin: Twin, seed: int) -> None:
-    """The last rank writes a moment."""
-    (param, states), (own, own_states) = (
-        (model[0].weight, optimizer.state[model[0].weight])
-        for model, optimizer in zip(twin.models, twin.optimizers, strict=True)
+    """Some ranks write to a moment."""
+    params = twin.params(0)
+    of_whole, moment = (
+        optimizer.state[param]["exp_avg"]
+        for optimizer, param in zip(twin.optimizers, params, strict=True)
     )
-    moment = own_states["exp_avg"]
-    if is_last(own):
+    if writes(params[1]):
         local(moment).mul_(0.5)
-    states["exp_avg"].copy_(full(moment.to(home())))
+    of_whole.copy_(full(moment.to(home())))
 
 
 def load_values(twin: Twin, seed: int) -> None:

@@ -92,13 +92,9 @@ def assert_weights(path: Path, model: object) -> None:
             decoded *= torch.from_numpy(np.array(scale.data)).view(-1, *(1,) * (value.dim() - 1))
         decoded = decoded.bfloat16()
         assert decoded.shape == value.shape
-        for ours, theirs in zip(each_matrix(value), each_matrix(decoded), strict=True):
+        shape = (-1, *value.shape[-2:])  # the matrices of a stack, or the one that there is
+        for ours, theirs in zip(value.view(shape), decoded.view(shape), strict=True):
             assert torch.equal(in_order(theirs), in_order(ours)), name
-
-
-def each_matrix(value: Tensor) -> Tensor:
-    """The matrices of a stack; of a matrix itself, as a stack of one."""
-    return value.view(-1, *value.shape[-2:])
 
 
 def in_order(value: Tensor) -> Tensor:

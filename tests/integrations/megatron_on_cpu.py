@@ -111,12 +111,10 @@ class Trainer:
             def forward(self, x: Tensor) -> Tensor:
                 return self.layers(x) * self.gains
 
-        is_fp8 = recipe not in (None, "nvfp4")
-        shares_buffer = recipe == "mxfp8"
+        is_fp8, shares_buffer = recipe not in (None, "nvfp4"), recipe == "mxfp8"
         ddp = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         ddp |= dict(fp8_param_gather=is_fp8, reuse_grad_buf_for_mxfp8_param_ag=shares_buffer)
-        if recipe == "nvfp4":
-            ddp["fp4_param_gather"] = True
+        ddp |= dict(fp4_param_gather=True) if recipe == "nvfp4" else {}
         self.model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), Model())
         if options.get("use_precision_aware_optimizer"):
             # The configuration asks the optimizer of this module for its arguments.

@@ -3,7 +3,7 @@
 import torch
 from with_torch import Training, compute_loss
 
-from helpers import assert_bytes_are_of_masters, assert_identical, quantized
+from helpers import assert_bytes_are_of_masters, quantized
 
 
 def test_compiled_fp16_training_with_an_average():
@@ -14,16 +14,3 @@ def test_compiled_fp16_training_with_an_average():
     assert not quantized(training.average.parameters())
     with torch.no_grad():
         assert compute_loss(training.average, 12) < losses[0]
-
-
-def test_compiled_training_with_gradient_release():
-    training, expected = Training(backend="aot_eager"), Training(backend="aot_eager")
-    training.optimizer.enable_gradient_release()
-    for index in range(3):
-        for one in (training, expected):
-            compute_loss(one.compiled, index).backward()
-            assert all(p.grad is None for p in one.model.parameters()) == (one is training)
-            one.optimizer.step()
-            one.optimizer.zero_grad()
-    pair = (training.model, expected.model)
-    assert_identical(*([param.detach() for param in model.parameters()] for model in pair))

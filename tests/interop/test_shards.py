@@ -170,13 +170,11 @@ def start_from_initial_values(rank: int) -> list:
     """Initial values are kept by the local tensors; under a scale of all ranks."""
     value = random((48, 32), 0).bfloat16()
     shard = sharded(Float8Quantizer(), value)
-    kept = [value[chunk_of(value)]]
-    local = shard._local_tensor
+    kept, local = [value[chunk_of(value)]], shard._local_tensor
     local.get_high_precision_init_val = lambda: kept[0] if kept else None
     local.clear_high_precision_init_val = kept.clear
     optimizer = FP4Adam([shard], **OPTIONS)
     optimizer.initialize_state(shard)
-    assert kept
     master = optimizer.state[shard]["master_param"]._local_tensor.clone()
     assert torch.equal(master, kept[0].float())
     set_grads([shard], 0)

@@ -28,6 +28,7 @@ from fp4adam import (
     quantize_model,
     quantized_init,
     summary,
+    use_plain_state_dict,
 )
 from helpers import RECIPES, assert_identical, value_of
 from ranks import all_ranks, run_ranks
@@ -302,6 +303,11 @@ def test_meta_models_are_quantized_without_values(recipe, source, device):
     kept = weight._high_precision_init_val
     assert kept is None if source == "quantized" else torch.equal(kept, value)
     model(torch.arange(10, device=device))
+
+
+def test_plain_state_dicts_have_the_nominal_dtype():
+    model = use_plain_state_dict(quantize_model(nn.Linear(64, 64), "nvfp4").bfloat16())
+    assert_identical(model.state_dict()["weight"], model.weight.detach().dequantize(torch.bfloat16))
 
 
 class MyParameter(nn.Parameter):
