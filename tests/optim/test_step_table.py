@@ -300,7 +300,7 @@ def other_hyper_parameters(run: Run, oracle: Oracle, seed: int) -> None:
     run.optimizer.param_groups[0].update(own)
     both(run, oracle, seed)
     if isinstance(lr, np.floating):  # which torch.load() takes for unsafe
-        run.optimizer.param_groups[0]["lr"] = float(lr)
+        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = float(lr)
 
 
 @move
