@@ -540,9 +540,8 @@ def back(twin: Twin, seed: int) -> None:
     step(twin, seed)
     for (model, optimizer), (weights, states) in zip(both, saved, strict=True):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    expected, found = saved[0][0], get_model_state_dict(twin.whole)
     if twin.states not in ("int8", "8bit"):  # whose remainders complete the codes that there are
-        assert_identical(found, expected)
+        assert_identical(get_model_state_dict(twin.whole), saved[0][0])
 
 
 def other_model(twin: Twin, seed: int) -> None:
