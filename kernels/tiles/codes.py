@@ -78,8 +78,8 @@ def round_through(x, DTYPE: tl.constexpr):
 def e2m1_code(x, VALUES: tl.constexpr):
     """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 
-    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32, a product or the
-    like, of which NaN has no sign on a GPU. Returns int32, and float32 with the sign of x.
+    E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32. Returns int32,
+    and float32 with the sign of x.
     Magnitudes above 6, and Inf, saturate to 6 with their sign. NaN becomes +6, and zero keeps its
     sign.
     """
@@ -105,12 +105,8 @@ def e2m1_code(x, VALUES: tl.constexpr):
         high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
         # An unsigned integer minimum: the interpreter's float minimum treats NaN differently.
         code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
-    if capability() > 0:
-        sign = (bits >> 28) & 8  # NaN that a GPU computes has no sign
-    else:
-        # As signed integers, -Inf and all negative numbers are below the negative NaNs.
-        sign = tl.where(bits <= -0x800000, 8, 0)
-    return code | sign, value
+    # As signed integers, -Inf and all negative numbers are below the negative NaNs.
+    return code | tl.where(bits <= -0x800000, 8, 0), value
 
 
 @triton.jit

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from fp4adam.kernels.launch.tensor_table import tile_offsets
 from fp4adam.kernels.tiles.codes import (
-    capability,
     e4m3_code,
     e4m3_value,
     e8m0_value,
@@ -133,9 +132,7 @@ def encode_blocks(
     LEAST: tl.constexpr = scaled(CODEC, 3)
     x = tl.reshape(x, (BR, BC // 32, 32))
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
-    magnitude = x.to(tl.int32, bitcast=True)
-    if LEAST != 0 or capability() == 0:
-        magnitude = magnitude & 0x7FFFFFFF  # else not even NaN, which a GPU computes, has a sign
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
     amax = tl.max(magnitude, 2)
     scale = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)

@@ -45,20 +45,14 @@ def apply(function, x: np.ndarray, dtype: torch.dtype, device: str) -> np.ndarra
 
 
 @triton.jit
-def product(x):
-    """x, computed: on a GPU NaN has no sign then."""
-    return x * tl.where(x == 0, 2.0, 1.0)
-
-
-@triton.jit
 def e2m1_of(x):
-    code, _ = e2m1_code(product(x), False)
+    code, _ = e2m1_code(x, False)
     return code
 
 
 @triton.jit
 def e2m1_rounded(x):
-    code, value = e2m1_code(product(x), True)
+    code, value = e2m1_code(x, True)
     # What the code stands for, with the sign of x, which NaN keeps as well.
     same = (e2m1_value(code << 28) == value) | (x != x)
     return tl.where(same, code, -1)
