@@ -436,7 +436,8 @@ def factored() -> list[str]:
         "much. There the means lose to Adam with every seed, and four to five times as much as "
         "8-bit moments do; of Adam's second moments 1 % are two to six times larger or smaller "
         "than their means say. So moments stay as they are while no longer run says otherwise. "
-        "Fine-tuning at rates of 1e-5 and 1e-6 takes no harm, and two seeds of 100 M parameters tell nothing. The 8-bit moments are an "
+        "Fine-tuning at rates of 1e-5 and 1e-6 takes no harm, and two seeds of 100 M parameters "
+        "tell nothing. The 8-bit moments are an "
         "imitation, in which the smallest second moments of a block become zero.",
         "",
         cells(
