@@ -240,9 +240,7 @@ def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], lis
         fully_shard(model.experts, mesh=all_ranks())
         fully_shard(model, mesh=all_ranks())
     optimizer = FP4Adam(model.named_parameters(), lr=1e-2)
-    generator, dim = torch.Generator().manual_seed(1), 128 if recipe == "float8block" else DIM
-    batches = torch.randn(3, TOKENS, dim, generator=generator)  # the same on every rank
-    losses = train(optimizer, (loss_of(model, x) for x in batches))
+    losses = train(optimizer, (loss_of(model, tokens(model, seed)) for seed in range(3)))
     masters = [optimizer.state[p].get("master_param", p.detach()) for p in model.parameters()]
     return losses, [master.full_tensor() if sharded else master for master in masters]
 

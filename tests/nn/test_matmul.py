@@ -131,8 +131,7 @@ def test_kernel_makes_the_operands_of_the_torch_path(
 
 
 def fake_weight(weights: str | Float8BlockQuantizer, shape=(OUT, IN)) -> QuantizedTensor:
-    recipe = Recipe(weights, activations=True, gradients=True)
-    return recipe.quantizer.make_empty(shape, torch.bfloat16, "cuda")
+    return Recipe(weights, True, True).quantizer.make_empty(shape, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize(

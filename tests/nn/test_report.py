@@ -22,6 +22,7 @@ from fp4adam import (
     summary,
 )
 from fp4adam.nn import report
+from fp4adam.optim.te_layout import stored_state
 from helpers import randn
 from ranks import all_ranks, run_ranks
 
@@ -125,16 +126,11 @@ def test_bytes_of_the_optimizer_state():
             call(model, [optimizer])
 
 
+LEAN = {"states": "8bit", "master_weights": False, "store_param_remainders": False}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"amsgrad": True},
-        {"states": "16bit"},
-        {"states": "8bit"},
-        {"states": "8bit", "master_weights": False, "store_param_remainders": False},
-    ],
-    ids=str,
+    "options", [{}, {"amsgrad": True}, {"states": "16bit"}, {"states": "8bit"}, LEAN], ids=str
 )
 @pytest.mark.parametrize("optimizer_class", [FP4Adam, FusedAdam])
 def test_bytes_of_the_state_are_told_before_the_first_step(options, optimizer_class):
@@ -142,14 +138,11 @@ def test_bytes_of_the_state_are_told_before_the_first_step(options, optimizer_cl
     model[0].bias.requires_grad_(False)
     optimizer = optimizer_class(model.parameters(), **options)
     told = [(p.name, p.state_nbytes) for p in summary(model, optimizer).parameters]
-    for param in model.parameters():
-        if param.requires_grad:
-            param.grad = torch.zeros(param.shape, dtype=param.dtype)
+    helpers.set_grads([param for param in model.parameters() if param.requires_grad], seed=0)
     optimizer.step()
-    states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
-    stored = {name: getattr(state, "stored", state) for name, state in states.items()}
-    taken = {name: [x for x in state.values() if x.dim()] for name, state in stored.items()}
-    assert told == [(name, sum(x.nbytes for x in each)) for name, each in taken.items()]
+    for (name, nbytes), param in zip(told, model.parameters(), strict=True):
+        state = stored_state(optimizer.state.get(param, {}))
+        assert nbytes == sum(x.nbytes for x in state.values() if x.dim()), name
 
 
 def test_print_shows_the_format_of_each_layer():
@@ -160,11 +153,11 @@ def test_print_shows_the_format_of_each_layer():
         assert plain == "Linear(in_features=64, out_features=64, bias=False)"
         copied[0].weight = nn.Parameter(torch.zeros(64, 64))
         assert "NVFP4" not in str(copied)
-    recipe = Recipe("float8block", activations=True, gradients=True)
-    layer = quantize_model(nn.Linear(128, 128), recipe)
-    assert str(layer).endswith("weight=Float8Block, quantizes=activations+gradients)")
-    layer = quantize_model(nn.Linear(128, 128), Recipe("float8", activations="fake"))
-    assert str(layer).endswith("weight=Float8, fake-quantizes=activations)")
+    for recipe, printed in (
+        (Recipe("float8", True, True), "weight=Float8, quantizes=activations+gradients)"),
+        (Recipe("float8", "fake"), "weight=Float8, fake-quantizes=activations)"),
+    ):
+        assert str(quantize_model(nn.Linear(128, 128), recipe)).endswith(printed)
 
 
 NARROW = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}

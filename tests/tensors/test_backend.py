@@ -37,28 +37,24 @@ def no_compiler():
     raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
 
-# What is taken from the GPU, and why operators take the place of kernels then.
-TAKEN = [
-    (
-        lambda gpu: gpu.patch.setitem(sys.modules, "triton", None),
-        "they need Triton, .* pip install triton, on Windows triton-windows",
+# Why operators take the place of kernels, and what is taken from the GPU for it.
+TAKEN = {
+    "they need Triton, .* pip install triton, on Windows triton-windows": (
+        lambda gpu: gpu.patch.setitem(sys.modules, "triton", None)
     ),
-    (
-        lambda gpu: setattr(gpu.triton.runtime.driver.active, "get_current_device", no_compiler),
-        "Failed to find C compiler.*install a C compiler",
+    "Failed to find C compiler.*install a C compiler": (
+        lambda gpu: setattr(gpu.triton.runtime.driver.active, "get_current_device", no_compiler)
     ),
-    (
-        lambda gpu: gpu.patch.setattr(torch.version, "hip", "6.4"),
-        "they have assembly of NVIDIA GPUs, and this is torch for ROCm",
+    "they have assembly of NVIDIA GPUs, and this is torch for ROCm": (
+        lambda gpu: gpu.patch.setattr(torch.version, "hip", "6.4")
     ),
-    (
-        lambda gpu: gpu.patch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0)),
-        "they need compute capability 7.5, and this GPU has 7.0",
+    "they need compute capability 7.5, and this GPU has 7.0": (
+        lambda gpu: gpu.patch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("take_away", "why"), TAKEN)
+@pytest.mark.parametrize(("why", "take_away"), TAKEN.items())
 def test_operators_take_their_place_with_one_warning(take_away, why, gpu):
     assert backend.uses_kernels(CUDA)
     backend._runs_kernels.cache_clear()

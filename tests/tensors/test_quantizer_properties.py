@@ -135,13 +135,10 @@ def test_make_empty_holds_zeros_in_the_layout_of_quantize(format, path_device):
     like = quantizer.quantize(torch.zeros(64, 160, dtype=torch.bfloat16, device=path_device))
     assert (tensor.shape, tensor.dtype, tensor.device) == (like.shape, like.dtype, like.device)
     assert tensor.quantizer == quantizer
-    for name, t in tensor.storage_tensors().items():
-        other = getattr(like, name)
-        assert (t.shape, t.dtype, t.stride()) == (other.shape, other.dtype, other.stride()), name
+    for t, other in zip(*(x.storage_tensors().values() for x in (tensor, like)), strict=True):
+        assert (t.shape, t.dtype, t.stride()) == (other.shape, other.dtype, other.stride())
     assert not tensor.dequantize(torch.float32).any()
-    before = {name: t.data_ptr() for name, t in tensor.storage_tensors().items()}
     assert tensor.quantize_(x.to(path_device)) is tensor
-    assert {name: t.data_ptr() for name, t in tensor.storage_tensors().items()} == before
     fields = reference.quantize(format, x.float().numpy(), largest=largest_finite(x.dtype))
     assert_same_fields(tensor, fields)
 
@@ -238,9 +235,6 @@ def test_options_that_do_not_fit_are_refused(kind, options, match):
 
 def test_values_are_of_three_dtypes():
     tensor = NVFP4Quantizer().quantize(torch.zeros(32, 64))
-    for call in (
-        tensor.dequantize,
-        lambda dtype: tensor.quantize_(torch.zeros(32, 64, dtype=dtype)),
-    ):
+    for call in (tensor.quantize_, lambda x: tensor.dequantize(x.dtype)):
         with pytest.raises(TypeError, match=r"must be float32.*got torch\.float64; convert"):
-            call(torch.float64)
+            call(torch.zeros(32, 64, dtype=torch.float64))

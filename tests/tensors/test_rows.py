@@ -18,8 +18,8 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.distributed.cast import PartialCast
-from fp4adam.tensors import backend, rows
-from fp4adam.tensors.rows import check_parallel, parallel_part
+from fp4adam.tensors import backend
+from fp4adam.tensors.rows import check_parallel, matrix_shape, parallel_part
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import build_columnwise
 from quantizer_table import TABLE, every, randn
@@ -168,7 +168,7 @@ def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension():
     stack = MXFP8Quantizer().quantize(torch.ones(4, 32, 96))
     shard = stack.new_zeros((2, 32, 96))
     shard.copy_(stack[:2])
-    assert rows.matrix_shape(shard.view(-1)) == (64, 96)
+    assert matrix_shape(shard.view(-1)) == (64, 96)
 
 
 @every_window
