@@ -98,6 +98,9 @@ def send_another_format(rank: int) -> None:
         dist.all_gather([own(MXFP8Quantizer()) for _ in range(2)], tensor)
     with pytest.raises(TypeError, match="got a Tensor"):
         dist.all_gather([tensor.detach().clone(), torch.empty(64, 32)], tensor)
+    for in_place in (dist.all_reduce, lambda t: dist.reduce(t, 0)):
+        with pytest.raises(NotImplementedError, match="must not write into a NVFP4Tensor"):
+            in_place(tensor.detach())
     dist.broadcast(tensor, src=1)  # the ranks are still in step
 
 
