@@ -22,7 +22,7 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.formats import minifloat
-from helpers import assert_identical
+from helpers import assert_identical, bits
 
 aten = torch.ops.aten
 E4M3 = SimpleNamespace(name="kFloat8E4M3")
@@ -169,8 +169,7 @@ def te_bytes(tensor: Tensor) -> dict[str, Tensor]:
 
 def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
     assert actual.shape == expected.shape, name
-    bits = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in (actual, expected)]
-    assert torch.equal(*bits), name
+    assert torch.equal(bits(actual), bits(expected)), name
 
 
 def assert_bytes(actual: Tensor, expected: Tensor) -> None:

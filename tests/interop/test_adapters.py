@@ -362,10 +362,7 @@ def test_an_unknown_class_is_refused_by_name(registry):
         fp4adam.register_adapter(Packed, PackedAdapter)
 
 
-def zeros(*size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8)
-
-
+zeros = partial(torch.zeros, dtype=torch.uint8)
 WRONG_FIELDS = {
     "missing": (dict(rowwise_data=None), "rowwise_data of .*Packed must be torch.uint8 on cpu"),
     "dtype": (dict(per_tensor_scale=torch.zeros(1).double()), "must be torch.float32 on cpu, got"),
