@@ -68,7 +68,6 @@ def run_ranks(
 
     Args:
         function: At the top of a module.
-        world_size: Number of ranks.
         args: Anything that pickles.
         device: "cpu" (gloo), or "cuda" (NCCL), where rank i gets the device i.
         timeout: Seconds after which all ranks are killed; collectives are given half of them.

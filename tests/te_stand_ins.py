@@ -168,8 +168,7 @@ def te_bytes(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same(actual: Tensor, expected: Tensor, name: str) -> None:
-    assert actual.shape == expected.shape, name
-    assert torch.equal(bits(actual), bits(expected)), name
+    assert actual.shape == expected.shape and torch.equal(bits(actual), bits(expected)), name
 
 
 def assert_bytes(actual: Tensor, expected: Tensor) -> None:

@@ -449,7 +449,6 @@ class FusedAdam(Optimizer):
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(new)
-            self._targets.forget_marks()
             self._whole.forget()
             if self._is_releasing:
                 self._release.forget(self._engine)

@@ -103,10 +103,10 @@ class MasterWeightOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state["quantize_from"])
         super().__setstate__(state)
+        getattr(self.inner, "_targets", self._targets).keep_only(())  # it steps masters alone
         self._targets.meet(self._params())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group."""
         count = len(self.param_groups)
         try:
             add_to = self.inner if "inner" in vars(self) else super()
@@ -345,7 +345,6 @@ class MasterWeightOptimizer(Optimizer):
         for target, value in loaded.items():
             if value is not None and target.master.name:
                 masters[target.owner] = value.to(target.param.device, torch.float32)
-                target.forget()
                 with_masters.append(target)
             elif value is not None and is_own_master(target.owner):
                 n_other += not saving.adopt_master(target, local(value))

@@ -87,18 +87,24 @@ def quantize(targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[
     cast(to, masters, dtypes, infos, [p.scales for p in targets])
 
 
-def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
+def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]:
     """Decide which loaded masters in ``states`` stand; every rank has to call it.
 
     Weights that were loaded as plain values get the exact bytes of masters that stand. ``peers``
-    are those that share scales.
+    are those that share scales. None: It would stand on what a step has left, with other bytes; as
+    the model may be loaded later, the next step decides.
     """
-    settle_written(sharded_weights(p.owner for p in peers))
     scales = peers[0].scales
     is_whole = not isinstance(scales, ScaleGroup) or len(peers) == len(scales.names)
     give_bytes = is_whole and all(map(_gives_bytes, peers, states))
+    are_left = give_bytes and all(
+        p.is_unwritten() and p.param._shared.init_val is None for p in peers
+    )
+    for p in peers:
+        p.forget()
+    settle_written(sharded_weights(p.owner for p in peers))
     answers = [p.stands(state) for p, state in zip(peers, states, strict=True)]
-    answers.append(give_bytes and all(map(_has_bytes, peers, states)))
+    answers += [give_bytes and all(map(_has_bytes, peers, states)), are_left]
     groups = dict.fromkeys(
         g for p in peers if is_dtensor(p.owner) for g in sharding_groups(p.owner)
     )
@@ -106,20 +112,20 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool]:
         yes = torch.tensor(answers, dtype=torch.float32, device=device_type)
         dist.all_reduce(yes, dist.ReduceOp.MIN, group)
         answers = yes.bool().tolist()
-    *stand, have_bytes = answers
+    *stand, have_bytes, are_left = answers
     written = [p.param for p in peers]
-    if not any(stand) and give_bytes:
+    if are_left or give_bytes and not any(stand):
         # If the model is loaded later, plain values of these masters get their bytes.
         written = [p.param.twin() for p in peers]
     if give_bytes and not have_bytes and all(stand) or written[0] is not peers[0].param:
         masters = [p.master.read(state) for p, state in zip(peers, states, strict=True)]
         quantize(peers, masters, written)
-    for p, stands, tensor in zip(peers, stand, written, strict=True):
-        if stands:
-            p.free_initial_value()
-        p.forget()  # the next step asks again
-        if tensor is not p.param:
+    for i, (p, tensor) in enumerate(zip(peers, written, strict=True)):
+        if tensor is not p.param and not p.param.has_bytes_of(tensor):
             p.param._shared.left = tensor
+            stand[i] = stand[i] and None
+        if stand[i]:
+            p.free_initial_value()
     return stand
 
 

@@ -85,7 +85,8 @@ class OffloadedEngine(Engine):
                 part.clipping = clipping
                 self.step_part(part, signals)
         except BaseException:
-            self.targets.forget_marks()
+            for param in self.params:
+                self.targets[param].forget()
             self.forget()
             self.clipping = clipping
             raise

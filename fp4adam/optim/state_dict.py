@@ -264,6 +264,7 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
             rest = part_for(owner, saved[REST]) if is_dtensor(owner) else saved[REST]
             zeros = torch.zeros_like(member.param, dtype=torch.int16)
             engine.states[owner][REST] = like(owner, zeros.copy_(local(rest)))
+            member.forget()
         elif member.master.name and (MASTER in saved or REST in saved):
             kept.append(member)
         elif MASTER in saved and is_own_master(owner):

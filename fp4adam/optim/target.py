@@ -537,8 +537,8 @@ class Targets:
 
     def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
-        has_new, was_quantized = {*owners} - {*self._known}, any(map(is_quantized, self._known))
-        if has_new and was_quantized and not any(map(is_quantized, owners)):
+        shapes = {owner.shape for owner in filter(is_quantized, self._known)}
+        if shapes and {*owners} - {*self._known} and not shapes & {p.shape for p in owners}:
             raise RuntimeError(
                 "quantized parameters must stay in their groups, got plain ones in the place of "
                 "all of them, as from DeepSpeed, which decodes weights to flat memory; use "
@@ -553,10 +553,6 @@ class Targets:
             if known is not None and known.state is state:
                 known.unbind()
 
-    def forget_marks(self) -> None:
-        for target in self._known.values():
-            target.forget()
-
     def grad_reader(self, owners: Iterable[Tensor]) -> ReadGrad:
         """A function that returns the local part of a gradient of one of these, or None."""
         read: ReadGrad = attrgetter("grad")
@@ -568,6 +564,5 @@ class Targets:
 
 
 def scales_of(owner: Tensor) -> Hashable:
-    own = local(owner)
-    is_in_group = isinstance(own, QuantizedTensor) and own._shared.scale_group is not None
-    return own._shared.scale_group if is_in_group else owner
+    shared = getattr(local(owner), "_shared", None)
+    return getattr(shared, "scale_group", None) or owner

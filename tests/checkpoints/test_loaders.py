@@ -56,7 +56,7 @@ LOADERS = {
     ),
     ("nvfp4", "modelopt"): (  # vLLM, SGLang, TensorRT-LLM
         {"weight": PACKED, "weight_scale": SCALES_OF_16, "weight_scale_2": ((), FP32)},
-        {"quant_algo": "W4A16_NVFP4"},
+        {"quant_algo": "W4A16_NVFP4", WEIGHTS + "dynamic": False},
     ),
     ("mxfp8", "modelopt"): (  # vLLM
         {"weight": CODES, "weight_scale": SCALES_OF_32},

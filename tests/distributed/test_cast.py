@@ -239,16 +239,3 @@ def test_transposed_codes_are_the_golden_ones(size, path_device):
     out = packed.new_zeros(2 * packed.shape[1], packed.shape[0] // 2)
     transpose_codes([(packed, out)], 4, packed.device)
     assert sha16(out.cpu()) == read_index()["transposed_sha16"][size]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "match"),
-    [
-        (MXFP8Quantizer().make_empty((32, 32)), "quantize both directions"),
-        (NVFP4Quantizer(two_dimensional=False).make_empty((16, 16)), "must have square blocks"),
-        (Float8BlockQuantizer(rowwise=False).make_empty((16, 16)), "rowwise data"),
-    ],
-)
-def test_columnwise_codes_that_do_not_follow_are_refused(tensor, match):
-    with pytest.raises(ValueError, match=match):
-        build_columnwise([tensor])

@@ -71,7 +71,7 @@ def hop(rank: int, cases: list[tuple], source: Path | None, target: Path, *how: 
 
 SMALL = [("nvfp4", 64, 32)]
 ALL = [(recipe, 256, 64) for recipe in FORMATS]
-HOPS = [(4, "parallel"), (3, "sharded"), (4, "hybrid"), (2, "parallel"), (1, "alone")]
+HOPS = [(4, "parallel"), (3, "sharded"), (2, "ddp"), (4, "hybrid"), (2, "parallel"), (1, "alone")]
 INT8_HOPS = [(1, "alone"), (3, "sharded"), (4, "hybrid"), (1, "alone")]
 MORE_HOPS = [(2, "parallel"), (1, "alone"), (4, "parallel"), (2, "ddp"), (2, "parallel")]
 MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "sharded")]

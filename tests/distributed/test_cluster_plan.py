@@ -16,9 +16,8 @@ def check(rank: int) -> list[str]:
     return importlib.import_module("cluster_plan").run_check("cpu")
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_planned_bytes_are_those_that_are_counted(world_size):
     for lines in run_ranks(check, world_size):
         assert len(lines) == 4 * 7

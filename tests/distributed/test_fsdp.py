@@ -1,12 +1,14 @@
-"""FSDP2: what the rank table does not see of gathered weights, collectives and refusals."""
+"""FSDP2, replicas and stages: gathered weights, collectives, and what is refused."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
 from fp4adam import (
@@ -21,9 +23,10 @@ from fp4adam import (
 from fp4adam.distributed import fsdp
 from fp4adam.distributed.dtensor import local
 from helpers import assert_identical
-from ranks import all_ranks, run, run_cases, use_kernels
+from ranks import all_ranks, home, run, run_cases, use_kernels
 from twins import (
     FORMATS,
+    OPTIONS,
     Twin,
     build,
     distribute,
@@ -35,6 +38,7 @@ from twins import (
     set_grads,
     take_step,
     whole_bytes,
+    zero_redundancy_optimizer,
 )
 
 
@@ -60,10 +64,6 @@ def gather_to_other_memory(rank: int) -> None:
     assert len(freed) == 5
 
 
-def test_gathered_weights_are_decoded_again():
-    run(gather_to_other_memory, 1)
-
-
 def exchange_shards(rank: int) -> None:
     # Codes and scales in one buffer; of both directions, and apart, where matmuls read them.
     n_gathered = dict.fromkeys(FORMATS, 1) | {"nvfp4-gemm": 2, "mxfp8-gemm": 4}
@@ -87,11 +87,6 @@ def exchange_shards(rank: int) -> None:
                 nn.init.zeros_(sharded[0].weight)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gathered_weights_follow_shards_that_are_exchanged(world_size):
-    run(exchange_shards, world_size)
-
-
 def disagree(rank: int) -> None:
     model = distribute(build(64, 32, "nvfp4"), "root")
     initialize(model)
@@ -101,10 +96,6 @@ def disagree(rank: int) -> None:
         local(model[2].weight)._amax.mul_(2)
     with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):
         check_shards(model)
-
-
-def test_shards_that_disagree_are_found_on_every_rank():
-    run(disagree, 2)
 
 
 def shard_otherwise(rank: int) -> None:
@@ -117,10 +108,6 @@ def shard_otherwise(rank: int) -> None:
     with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
         quantize_model(distribute(build(64, 32, None), "root"), "nvfp4")
     dist.barrier()  # nobody waits for anybody
-
-
-def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    run(shard_otherwise, 4)
 
 
 def count_collectives(rank: int, layout: str, recipe: str, count: int) -> None:
@@ -170,10 +157,6 @@ def restart_from_large_moments(rank: int) -> None:
     assert results[0][0]["_amax"] > 0.2
 
 
-def test_the_bound_of_an_update_covers_all_loaded_moments():
-    run(restart_from_large_moments, 2)
-
-
 def train_compiled(rank: int, recipe: str) -> None:
     run_calls(Twin("sharded, compiled", recipe, 192, 128, dtype=torch.float32), ["train", "train"])
 
@@ -200,5 +183,101 @@ def train_with_muon(rank: int) -> None:
         assert torch.equal(found["value"], expected)
 
 
-def test_muon_on_shards():
-    run(train_with_muon, 2)
+# Replicas and stages
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(8, 32, device=home())).square().mean().backward()
+
+
+def release_in_replicas(rank: int) -> None:
+    model = build(64, 32, "nvfp4")
+    optimizer = FP4Adam(model.parameters(), **OPTIONS)
+    optimizer.enable_gradient_release()
+    replica = DistributedDataParallel(model)
+    backward(replica)
+    with pytest.raises(RuntimeError, match="that have one again: DistributedDataParallel aver"):
+        optimizer.step()
+
+
+def quantize_differently(rank: int) -> None:
+    model = build(64, 32, None)
+    quantize_model(model, "nvfp4", filter=lambda module, name: rank == 0 or name != "2")
+    with pytest.raises(RuntimeError, match="same shape, dtype and quantizer on all ranks"):
+        DistributedDataParallel(model)
+
+
+def misuse_wrappers(rank: int) -> None:
+    for flags in ({}, {"use_orig_params": True}):
+        with pytest.raises(NotImplementedError, match="got FullyShardedDataParallel, which would"):
+            FullyShardedDataParallel(build(64, 32, "nvfp4"), device_id=home(), **flags)
+    for flags, error, match in (
+        ({"parameters_as_bucket_view": True}, NotImplementedError, "bucket_view must be False"),
+        ({"overlap_with_ddp": True}, ValueError, "FP4Adam"),
+    ):
+        model = DistributedDataParallel(build(64, 32, "mxfp8"))
+        with pytest.raises(error, match=match):
+            optimizer = zero_redundancy_optimizer()(model.parameters(), FP4Adam, **OPTIONS, **flags)
+            backward(model)
+            optimizer.step()
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    "function, world_size",
+    [
+        (gather_to_other_memory, 1),
+        (exchange_shards, 1),
+        (exchange_shards, 2),
+        (disagree, 2),
+        (shard_otherwise, 4),
+        (restart_from_large_moments, 2),
+        (train_with_muon, 2),
+        (release_in_replicas, 2),
+        (quantize_differently, 2),
+        (misuse_wrappers, 2),
+    ],
+)
+def test_on_ranks(function, world_size):
+    run(function, world_size)
+
+
+MICROBATCHES = 4
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def train_stages(rank: int, recipe: str, schedule_class: type) -> None:
+    stages = [[model[:2], model[2]] for model in (build(128, 64, recipe) for _ in range(2))]
+    own, whole = stages[0][rank], [param for stage in stages[1] for param in stage.parameters()]
+    optimizer, expected = FP4Adam(own.parameters(), **OPTIONS), FP4Adam(whole, **OPTIONS)
+    schedule = schedule_class(PipelineStage(own, rank, 2, home()), MICROBATCHES, loss_fn=loss_of)
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(home())
+        target, losses, wanted = x.roll(1, 1), [], []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=losses)
+        for part, of_part in zip(*(each.chunk(MICROBATCHES) for each in (x, target)), strict=True):
+            wanted.append(loss_of(stages[1][1](stages[1][0](part)), of_part))
+            wanted[-1].backward()
+        for param in whole:
+            param.grad.div_(MICROBATCHES)
+        if rank == 1:
+            assert torch.equal(torch.stack(losses), torch.stack(wanted))
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    assert_identical(whole_bytes(own), whole_bytes(stages[1][rank]))
+    for param, same in zip(own.parameters(), stages[1][rank].parameters(), strict=True):
+        assert_identical(dict(optimizer.state[param]), dict(expected.state[same]))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in FORMATS[1:])]
+)
+def test_two_stages(recipe):
+    run_cases(train_stages, 2, [(recipe, kind) for kind in (ScheduleGPipe, Schedule1F1B)])

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from late_link import LateLink, offload_to
-from ranks import by_world_size, run, run_cases
+from ranks import by_world_size, run, run_cases, use_kernels
 from twins import FORMATS, TRANSFERS, Twin, run_calls
 
 STEPS = ["step", "freeze", "clip", "step"]
 WRITES = ["overwrite", "step", "fill", "overwrite_parts", "step", "load_values", "step"]
 ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload", "gather"]
-ALL += ["step", "load_whole", "step", "poison", "step"]
+ALL += ["step", "load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
@@ -47,7 +47,8 @@ def run_case(
 
 def run_by_kernels(rank: int, *case: Any) -> None:
     """The kernels of a GPU, in Triton's interpreter on a CPU."""
-    run_case(rank, *case, calls=BRIEF, by_kernels=True)
+    use_kernels()
+    run_case(rank, *case, calls=BRIEF)
 
 
 def run_transfers(rank: int, *case: Any) -> None:

@@ -157,12 +157,8 @@ MISUSE = [
 @pytest.mark.parametrize(("change", "match"), MISUSE)
 def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("a rank waits for others"))
-    arguments = dict(
-        model_weights=empty(NVFP4Quantizer()),
-        master_weights=[torch.ones(16)],
-        start_offsets=[0],
-        group=None,
-    )
+    weights, masters = empty(NVFP4Quantizer()), [torch.ones(16)]
+    arguments = dict(model_weights=weights, master_weights=masters, start_offsets=[0], group=None)
     with pytest.raises(ValueError, match=match):
         quantize_master_weights(**(arguments | change))
 
@@ -332,9 +328,10 @@ def test_post_all_gather_processing_derives_what_it_can():
         weight._columnwise_data.zero_()
         post_all_gather_processing(weight if is_built else [weight])
         assert torch.equal(weight._columnwise_data, expected if is_built else 0 * expected)
-    plain, vectors = torch.ones(4, 4), NVFP4Quantizer(two_dimensional=False).make_empty((16, 16))
-    with pytest.raises(ValueError, match=r"model_weights\[0\] must"):
-        post_all_gather_processing([plain, vectors])
+    plain = torch.ones(4, 4)
+    for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
+        with pytest.raises(ValueError, match=r"weights\[0\] must have square blocks and rowwise"):
+            post_all_gather_processing([plain, quantizer.make_empty((16, 16))])
     for nothing in (plain, [plain], []):
         post_all_gather_processing(nothing)
     quantize_master_weights([], [], [], None)

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -30,40 +31,25 @@ from fp4adam import (
     summary,
     use_plain_state_dict,
 )
-from helpers import RECIPES, assert_identical, value_of
+from helpers import RECIPES, assert_identical, train, value_of
 from ranks import all_ranks, run_ranks
 
 every_format = pytest.mark.parametrize("recipe", RECIPES)
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim, bias=False)
-        self.down = nn.Linear(2 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+def make_block() -> nn.Sequential:
+    layers = {"norm": nn.LayerNorm(64), "up": nn.Linear(64, 128, bias=False)}
+    return nn.Sequential(OrderedDict(layers | {"relu": nn.ReLU(), "down": nn.Linear(128, 64)}))
 
 
-class Model(nn.Module):
+def make_model() -> nn.Sequential:
     """Embedding, blocks, head; the head has a shape that no block format holds."""
-
-    def __init__(self, dim: int = 64, vocabulary: int = 50, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
-        self.norm = nn.LayerNorm(dim)
-        self.lm_head = nn.Linear(dim, vocabulary, bias=False)
-        if tied:
-            self.lm_head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.norm(x))
+    layers = {
+        "embedding": nn.Embedding(50, 64),
+        "blocks": nn.Sequential(make_block(), make_block()),
+    }
+    layers |= {"norm": nn.LayerNorm(64), "lm_head": nn.Linear(64, 50, bias=False)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 HIDDEN = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
@@ -86,7 +72,7 @@ def but(end: str):
 
 def step(model: nn.Module, **options) -> FP4Adam:
     optimizer = FP4Adam(model.parameters(), **options)
-    x = torch.arange(10) if isinstance(model, Model) else torch.ones(2, 64)
+    x = torch.arange(10) if isinstance(model[0], nn.Embedding) else torch.ones(2, 64)
     model(x).sum().backward()
     optimizer.step()
     return optimizer
@@ -94,12 +80,11 @@ def step(model: nn.Module, **options) -> FP4Adam:
 
 @every_format
 def test_hidden_linear_layers_are_quantized_and_back(recipe, device):
-    model = Model().to(device)
+    model = make_model().to(device)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     assert quantize_model(model, recipe) is model
     assert quantized_names(model) == HIDDEN
     for name, param in model.named_parameters():
-        assert isinstance(param, nn.Parameter)
         if name not in HIDDEN:
             assert torch.equal(param, values[name])
             continue
@@ -133,7 +118,7 @@ def test_output_heads_are_known_by_name(name):
 
 def test_filter_chooses_among_linear_layers():
     seen = []
-    model = Model()
+    model = make_model()
     quantize_model(model, "nvfp4", lambda module, name: seen.append(name) or only_up(module, name))
     assert quantized_names(model) == [name for name in HIDDEN if "up" in name]
     assert seen == [name.removesuffix(".weight") for name in HIDDEN] + ["lm_head"]
@@ -143,15 +128,9 @@ def test_filter_chooses_among_linear_layers():
 
 def test_weights_keep_the_codes_that_matmuls_read():
     both = Recipe("mxfp8", activations=True, gradients=True)
-    for recipe, columnwise in (
-        ("mxfp8", False),
-        (Recipe("mxfp8", activations=True), False),
-        (Recipe("mxfp8", activations="fake"), False),
-        (both, True),
-        (MXFP8Quantizer(), True),
-        (Recipe(MXFP8Quantizer()), True),
-    ):
-        layer = quantize_model(nn.Linear(64, 64), recipe)
+    rowwise = ["mxfp8", *(Recipe("mxfp8", activations=each) for each in (True, "fake"))]
+    for recipe in (*rowwise, both, MXFP8Quantizer(), Recipe(MXFP8Quantizer())):
+        layer, columnwise = quantize_model(nn.Linear(64, 64), recipe), recipe not in rowwise
         assert layer.weight.quantizer.columnwise is columnwise, recipe
         assert (layer.weight.columnwise_data is not None) is columnwise
         layer(torch.ones(2, 64)).sum().backward()
@@ -159,7 +138,9 @@ def test_weights_keep_the_codes_that_matmuls_read():
 
 def test_weights_that_others_use_stay_in_high_precision():
     # The shape of the tied head does not matter then.
-    model = quantize_model(Model(tied=True), "nvfp4", lambda *_: True)
+    model = make_model()
+    model.lm_head.weight = model.embedding.weight
+    quantize_model(model, "nvfp4", lambda *_: True)
     assert model.lm_head.weight is model.embedding.weight
     assert quantized_names(model) == HIDDEN
 
@@ -249,23 +230,22 @@ def test_frozen_weights_keep_no_value_before_quantization(is_meta):
     assert torch.equal(step(layers, lr=0.0).state[frozen]["master_param"], expected)
 
 
-@pytest.mark.parametrize("freeze", ["requires_grad_", "attribute"])
+@pytest.mark.parametrize(
+    "freeze",
+    [lambda m: m.requires_grad_(False), lambda m: setattr(m.weight, "requires_grad", False)],
+)
 def test_weights_that_are_frozen_later_free_it(freeze):
-    model = quantize_model(nn.Sequential(nn.Linear(64, 64, bias=False)), "nvfp4")
-    weight = model[0].weight
+    model = quantize_model(nn.Linear(64, 64, bias=False), "nvfp4")
+    weight = model.weight
     alias = nn.Parameter(weight.detach(), False)  # does not freeze the weight
     assert alias._high_precision_init_val is weight._high_precision_init_val is not None
-    if freeze == "attribute":
-        weight.requires_grad = False
-    else:
-        model.requires_grad_(False)
+    freeze(model)
     assert weight._high_precision_init_val is None and not weight.requires_grad
-    dequantize_model(model)
-    assert not weight.requires_grad
+    assert not dequantize_model(model).weight.requires_grad
 
 
 def test_masters_start_from_the_value_before_quantization_wherever_it_goes(device):
-    model = Model()
+    model = make_model()
     value = model.blocks[0].up.weight.detach().clone()
     quantize_model(model, "nvfp4").to(device).bfloat16()
     for each in (copy.deepcopy(model), model):
@@ -287,12 +267,12 @@ def test_masters_start_from_the_value_before_quantization_wherever_it_goes(devic
 @every_format
 def test_meta_models_are_quantized_without_values(recipe, source, device):
     with torch.device("meta"):
-        model = quantize_model(Model(), recipe)
+        model = quantize_model(make_model(), recipe)
     with torch.device("meta"), quantized_init(recipe):
-        built = Model()
+        built = make_model()
     for each in (model, built):
         assert quantized_names(each) == HIDDEN and all(p.is_meta for p in each.parameters())
-    other = Model()
+    other = make_model()
     value = other.blocks[0].up.weight.detach().clone().to(device)
     if source == "quantized":
         quantize_model(other, recipe)
@@ -323,37 +303,27 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module._parameters.pop("weight")
 
 
-def with_weight(weight: object):
-    return lambda layer: setattr(layer, "weight", weight)
-
-
 # What is done to the layer, and what is said of it then.
 REFUSED = {
-    "another kind": (
-        with_weight(MyParameter(torch.ones(64, 128))),
-        " must be an ordinary .* got a MyParameter",
+    " must be an ordinary .* got a MyParameter": (
+        lambda layer: setattr(layer, "weight", MyParameter(torch.ones(64, 128)))
     ),
-    "an attribute": (
-        lambda layer: setattr(layer.weight, "quantizer", "mine"),
-        " must have no attribute 'quantizer'",
+    " must have no attribute 'rowwise_data'": (
+        lambda layer: setattr(layer.weight, "rowwise_data", "mine")
     ),
-    "a property": (
-        lambda layer: setattr(layer.weight, "rowwise_data", "mine"),
-        " must have no attribute 'rowwise_data'",
-    ),
-    "parametrized": (parametrizations.weight_norm, " must be an ordinary .* got none"),
+    " must have no attribute 'quantizer'": lambda layer: setattr(layer.weight, "quantizer", "mine"),
+    " must be an ordinary .* got none": parametrizations.weight_norm,
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_nothing_changes_when_one_layer_cannot_be_quantized(case):
-    (change, said), model = REFUSED[case], Model()
+@pytest.mark.parametrize(("said", "change"), REFUSED.items())
+def test_nothing_changes_when_one_layer_cannot_be_quantized(said, change):
+    model = make_model()
     change(model.blocks[1].down)
-    match = f"layer 'blocks.1.down'{said}"
     model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
     params = list(model.parameters())
     before = [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"layer 'blocks.1.down'{said}"):
         quantize_model(model, "nvfp4", is_hidden_linear)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert before == [(dict(vars(param)), param.grad, param._backward_hooks) for param in params]
@@ -403,12 +373,10 @@ def test_models_are_quantized_before_they_are_wrapped():
     "recipe", ["mxfp8", NVFP4Quantizer(), Recipe("nvfp4", emulate=True)], ids=str
 )
 def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
-    model = quantize_model(Model(), "nvfp4", only_up)
-    first, match = (
-        model.blocks[0].up.weight,
-        "'blocks.0.up' must not be quantized by another recipe",
-    )
-    with pytest.raises(ValueError, match=f"{match}, got NVFP4 "):
+    model = quantize_model(make_model(), "nvfp4", only_up)
+    first = model.blocks[0].up.weight
+    match = "'blocks.0.up' must not be quantized by another recipe, got NVFP4 "
+    with pytest.raises(ValueError, match=match):
         quantize_model(model, recipe)
     assert quantized_names(model) == [name for name in HIDDEN if "up" in name]
     # The message's cure.
@@ -423,7 +391,7 @@ def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
 
 @pytest.mark.parametrize("change", [lambda m: quantize_model(m, "mxfp8"), dequantize_model])
 def test_weights_in_use_are_refused_and_nothing_changes(change):
-    model = Model()
+    model = make_model()
     if change is dequantize_model:
         quantize_model(model, "nvfp4")
     in_use = [model(torch.arange(4)), weakref.ref(model.blocks[1].down.weight)]
@@ -438,35 +406,27 @@ def test_weights_in_use_are_refused_and_nothing_changes(change):
 
 
 def test_everything_built_inside_is_quantized_at_the_end():
+    build = quantized_init("nvfp4")(make_model)
     torch.manual_seed(0)
-    expected = quantize_model(Model(), "nvfp4")
-
-    @quantized_init("nvfp4")
-    def build() -> nn.Module:
-        return Model()
-
+    expected = quantize_model(make_model(), "nvfp4")
     torch.manual_seed(0)
     with quantized_init("nvfp4"):
-        model = Model()
+        model = make_model()
         assert not quantized_names(model)
     torch.manual_seed(0)
     for each in (model, build()):
-        assert quantized_names(each) == HIDDEN
-        for a, b in zip(each.parameters(), expected.parameters(), strict=True):
-            assert type(a) is type(b) and torch.equal(a, b)
-            if isinstance(a, QuantizedTensor):
-                init_val = b._high_precision_init_val
-                assert torch.equal(a._high_precision_init_val, init_val)
+        values = [getattr(p, "_high_precision_init_val", None) for p in each.parameters()]
+        kept = [getattr(p, "_high_precision_init_val", None) for p in expected.parameters()]
+        assert_identical([*each.parameters(), *values], [*expected.parameters(), *kept])
     assert quantized_names(build()) == HIDDEN
     step(model)
     with quantized_init("nvfp4"):  # initialization runs in high precision
-        model = Model()
-        weight = model.blocks[0].up.weight
-        nn.init.orthogonal_(weight)
+        layer = nn.Linear(64, 64)
+        nn.init.orthogonal_(layer.weight)
         with torch.no_grad():  # in place, which a quantized weight would refuse
-            weight.mul_(3).clamp_(-1, 1)
-            weight[0] = 0.5
-    value = model.blocks[0].up.weight.get_high_precision_init_val()
+            layer.weight.mul_(3).clamp_(-1, 1)
+            layer.weight[0] = 0.5
+    value = layer.weight.get_high_precision_init_val()
     assert value[0].eq(0.5).all() and value.abs().max() <= 1
 
 
@@ -479,24 +439,24 @@ def test_errors_leave_no_hook_and_no_quantized_weight():
     with quantized_init("nvfp4"):
         assert all(len(now) > len(then) for now, then in zip(hooks, before, strict=True))
     with pytest.raises(KeyError), quantized_init("nvfp4"):
-        interrupted = Model()
+        interrupted = make_model()
         raise KeyError
     match = "layer 'lm_head': .* got shape"
     with pytest.raises(ValueError, match=match), quantized_init("nvfp4", lambda *_: True):
-        fine, bad = nn.Linear(64, 64), Model()
+        fine, bad = nn.Linear(64, 64), make_model()
     assert [*map(dict, hooks)] == before
-    assert not any(map(quantized_names, (interrupted, fine, bad, Model())))
+    assert not any(map(quantized_names, (interrupted, fine, bad, make_model())))
 
 
 def test_blocks_may_be_nested_and_keep_what_is_quantized_already():
-    before = quantize_model(Block(), "float8block")
+    before = quantize_model(make_block(), "float8block")
     with quantized_init("nvfp4"):
-        first = Block()
+        first = make_block()
         with quantized_init("mxfp8"):
-            second = Block()
+            second = make_block()
         assert isinstance(second.up.weight.quantizer, MXFP8Quantizer)
         assert not quantized_names(first)
-        model = nn.ModuleList([before, first, second, quantize_model(Block(), "mxfp8")])
+        model = nn.ModuleList([before, first, second, quantize_model(make_block(), "mxfp8")])
     kinds = [type(block.up.weight.quantizer) for block in model]
     assert kinds == [Float8BlockQuantizer, NVFP4Quantizer, MXFP8Quantizer, MXFP8Quantizer]
 
@@ -518,14 +478,14 @@ def test_filter_sees_names_from_the_outermost_module():
     seen = []
     with pytest.warns(UserWarning, match="no weight was quantized in") as caught:
         with quantized_init("nvfp4", lambda module, name: bool(seen.append(name))):
-            built = Model(), nn.Linear(16, 16)
+            built = make_model(), nn.Linear(16, 16)
     assert [warning.filename for warning in caught] == [__file__] * 2
     assert seen == [name.removesuffix(".weight") for name in HIDDEN] + ["lm_head", ""]
     assert not any(map(quantized_names, built))
 
 
 def test_copies_and_inserted_modules_are_built_inside_models_from_before_are_not():
-    model, other = Model(), nn.Linear(64, 64)
+    model, other = make_model(), nn.Linear(64, 64)
     with quantized_init("nvfp4"):
         encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2, enable_nested_tensor=False
@@ -534,7 +494,7 @@ def test_copies_and_inserted_modules_are_built_inside_models_from_before_are_not
         sequence.insert(0, copy.deepcopy(sequence[0]))
         model.extra = nn.Linear(64, 64)
         model.head = nn.Linear(64, 64)
-        model.blocks.append(Block())
+        model.blocks.append(make_block())
         other.weight = nn.Parameter(torch.zeros(64, 64))
         embedding, head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
         head.weight = embedding.weight
@@ -548,23 +508,20 @@ def test_copies_and_inserted_modules_are_built_inside_models_from_before_are_not
     assert first.weight is second.weight and quantized_names(first)
 
 
-class Odd(nn.Module):
+def make_odd() -> nn.ModuleDict:
     """A network for ten classes, whose head and first layer no format can hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.hidden = nn.Linear(84, 250), nn.Linear(256, 256)
-        self.ten = nn.Linear(256, 10)
+    sizes = {"first": (84, 250), "hidden": (256, 256), "ten": (256, 10)}
+    return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 def test_layers_that_do_not_fit_stay_with_one_warning_or_are_refused():
     with pytest.warns(UserWarning, match="2 layers .* them: first, ten. .*250") as w:
-        model = quantize_model(Odd(), "nvfp4")
+        model = quantize_model(make_odd(), "nvfp4")
     with pytest.warns(UserWarning, match="2 layers stay"), quantized_init("nvfp4"):
-        built = Odd()
+        built = make_odd()
     assert len(w) == 1 and quantized_names(model) == quantized_names(built) == ["hidden.weight"]
     for names, match in ((["first", "hidden", "ten"], "'first': .*250"), (["ten"], "'ten': .*10")):
-        model = Odd()
+        model = make_odd()
         with pytest.raises(ValueError, match=f"layer {match}"):
             quantize_model(model, "nvfp4", lambda module, name, names=names: name in names)
         assert not quantized_names(model)
@@ -604,22 +561,15 @@ def test_an_optimizer_from_before_trains_what_one_from_after_does():
     losses = []
     for is_before, steps in ((True, 0), (False, 0), (True, 2)):
         torch.manual_seed(0)
-        model, x, run = Model(), torch.arange(4), []
+        model, x = make_model(), torch.arange(4)
         optimizer = FP4Adam([torch.zeros(2, requires_grad=True), *model.parameters()], lr=1e-3)
-        for number in range(steps + 3):
-            if number == steps:
-                old = [*model.parameters()]
-                quantize_model(model, "nvfp4")
-                assert all(a is b for a, b in zip(old, model.parameters(), strict=True))
-                if not is_before:
-                    optimizer = FP4Adam(model.parameters(), lr=1e-3)
-            loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.append(loss.item())
-            del loss
-        losses.append(run[steps:])
+        train(optimizer, (model(x).square().sum() for _ in range(steps)))
+        old = [*model.parameters()]
+        quantize_model(model, "nvfp4")
+        assert all(a is b for a, b in zip(old, model.parameters(), strict=True))
+        if not is_before:
+            optimizer = FP4Adam(model.parameters(), lr=1e-3)
+        losses.append(train(optimizer, (model(x).square().sum() for _ in range(3))))
     assert losses[0] == losses[1] and losses[2][2] < losses[2][0] < losses[0][0]
 
 

@@ -161,7 +161,7 @@ def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
         saved = optimizer.state_dict()
         peak = peak_bytes(functools.partial(optimizer.load_state_dict, saved))
         more.append(peak - 12 * numel * count)
-    assert more[0] < 22 * numel  # a weight, decoded, with its gaps, and what that takes on a CPU
+    assert more[0] < 26 * numel  # a weight, decoded, with its gaps, and what that takes on a CPU
     assert more[1] - more[0] < numel, more  # a byte per element of one weight
 
 

@@ -1,9 +1,9 @@
 """A catalogue of misuses: each is refused in words that help, and changes nothing.
 
 Names of the entries say what is wrong; the words are the rule, the value and the cure. What other
-files test is not repeated: texts of ``torch.optim`` (``test_torch_optimizer_contract``), quantizers
-and scale groups (``tests/tensors``, ``tests/formats``), recipes (``tests/nn``), what checkpoints
-may be damaged by (``test_hostile_import``), arguments of ZeRO (``test_zero``).
+files test is not repeated: texts of ``torch.optim`` (``test_torch_optimizer_contract``), shapes
+that formats take (``tests/tensors``), what may be damaged of checkpoints (``test_hostile_import``),
+arguments of ZeRO (``test_zero``).
 """
 
 import copy
@@ -29,6 +29,7 @@ from fp4adam import (
     TensorAdapter,
     export_checkpoint,
     export_masters,
+    hf_scale_groups,
     import_checkpoint,
     quantize_model,
     register_adapter,
@@ -305,6 +306,18 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     # Adapters
     "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
         "tensor_class must be a class or its name", "got 3", "'module.Class'")),
+    # Scale groups
+    "group: unknown member": (new(scale_groups=[["up.weight", "x"]]), V, ("among the 3 quantized",
+        "got 'x'", "model.named_parameters()")),
+    "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, (
+        "NVFP4 or Float8 weights", "'head.weight', a plain tensor", "leave it out")),
+    "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
+        "'up.weight' twice", "join")),
+    "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str", "[[name, ")),
+    "group: a rule without names": (
+        call(lambda s: FP4Adam(s.model.parameters(), scale_groups=hf_scale_groups)), V,
+        ("must have names", "got a rule", "model.named_parameters()"),
+    ),
     # The step
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),
@@ -380,11 +393,28 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
         (DENSE, "torch.sparse_coo", "x.to_dense()")),
     "write: a list": (call(lambda s: s.weight.quantize_([1.0])), T, (DENSE, "got a list")),
+    "write: shape": (call(lambda s: s.weight.quantize_(torch.ones(64, 96))), V, ("(96, 64), got",
+        "(64, 96)", "reshape")),
     # Models
+    "recipe: a class": (quantizing(recipe=NVFP4Quantizer), T, ("recipe must be", "got type")),
     "model: a weight": (call(lambda s: quantize_model(s.weight, "nvfp4")), T, ("an nn.Module",
         "got NVFP4Tensor", "pass the model")),
     "filter: text": (quantizing(filter="head"), T, ("must be a function", "'head'", "lambda mod")),
+    "model: a layer of float64": (quantizing(lambda net: net.down.double()), T, ("layer 'down'",
+        "got torch.float64", "convert")),
+    "model: a shape": (quantizing(filter=lambda *_: True), V, ("layer 'head'", "multiples of 16",
+        "(10, 64)", "filter=")),
+    "model: a lazy layer": (
+        quantizing(lambda net: setattr(net, "lazy", nn.LazyLinear(32))), V,
+        ("weight of layer 'lazy'", "got one without a shape", "after the first forward pass"),
+    ),
     # What matmuls quantize
+    "recipe: of a recipe": (call(lambda s: Recipe(FP8_MATMULS)), T, ("weights must be a format",
+        "got Recipe(weights='float8block'", "dataclasses.replace")),
+    "recipe: weights of one direction": (
+        call(lambda s: Recipe(MXFP8Quantizer(columnwise=False), gradients=True)), V,
+        ("must have columnwise codes", "columnwise=False", "columnwise=True"),
+    ),
     "recipe: a format of activations": (call(lambda s: Recipe("nvfp4", activations="mxfp8")), T, (
         "activations must be True, False or \"fake\"", "got 'mxfp8'", "the format of the weights")),
     "recipe: imported": (importing(quantizer=FP8_MATMULS), V, ("must be a NVFP4Quant", "got Recipe",

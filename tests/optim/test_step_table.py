@@ -224,7 +224,8 @@ class Run:
             state = {n: t for n, t in states.get(i, {}).items() if n in STORED}
             if state:
                 state["step"] = int(state["step"])
-            found.append({n: _on_cpu(x) for n, x in (fields | state).items()})
+            tensors = ((n, torch.as_tensor(x)) for n, x in (fields | state).items())
+            found.append({n: x.detach().cpu().clone() for n, x in tensors})
         return found
 
 
@@ -233,10 +234,6 @@ STORED = ("step", "max_exp_avg_sq", "param_remainder") + tuple(
     for name in ("exp_avg", "exp_avg_sq", "master_param")
     for suffix in ("", "_scale")
 )
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
 
 
 def make_oracle(run: Run) -> Oracle:
@@ -303,7 +300,7 @@ def other_hyper_parameters(run: Run, oracle: Oracle, seed: int) -> None:
     run.optimizer.param_groups[0].update(own)
     both(run, oracle, seed)
     if isinstance(lr, np.floating):  # which torch.load() takes for unsafe
-        run.optimizer.param_groups[0]["lr"] = float(lr)
+        oracle.options["lr"] = run.optimizer.param_groups[0]["lr"] = float(lr)
 
 
 @move

@@ -234,8 +234,9 @@ def dequantize_float8_block(fields: Fields, two_dimensional: bool = True) -> Flo
 
 def quantize_float8(x: Floats, pow_2_scales: bool = False, amax_epsilon: float = 0.0) -> Fields:
     """Float8 of x [M, K] with current scaling: one block."""
-    data, scale_inv = _float8(x, *x.shape, pow_2_scales, amax_epsilon, FLOAT32_MAX)
-    scale_inv = scale_inv.reshape(1)
+    whole = x if x.size else np.zeros((1, 1), np.float32)
+    data, scale_inv = _float8(whole, *whole.shape, pow_2_scales, amax_epsilon, FLOAT32_MAX)
+    data, scale_inv = np.resize(data, x.shape), scale_inv.reshape(1)
     return {
         "rowwise_data": data,
         "rowwise_scale_inv": scale_inv,

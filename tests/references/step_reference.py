@@ -233,23 +233,14 @@ def round_to_e4m3(value: Tensor, random: np.ndarray) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class Cell:
-    """What must be true of one parameter.
+    """What must be true of one parameter."""
 
-    Attributes:
-        format: That of ``format_reference.quantize``, "float8_delayed", or None of a plain one.
-        dtype: The nominal dtype.
-        content: The parameter: its fields, or its tensor by the name "".
-        master: How its master is stored: "float32", "float16", "int8", "remainder" or "none".
-        value: What training continues from, in float32; None before the first step.
-        start: A value before quantization.
-    """
-
-    format: str | None
-    dtype: torch.dtype
-    content: dict[str, Any]
-    master: str
-    start: Tensor | None = None
-    value: Tensor | None = None
+    format: str | None  # of ``format_reference.quantize``, "float8_delayed", or None of a plain one
+    dtype: torch.dtype  # the nominal one
+    content: dict[str, Any]  # its fields, or its tensor by the name ""
+    master: str  # how it is stored: "float32", "float16", "int8", "remainder" or "none"
+    start: Tensor | None = None  # a value before quantization
+    value: Tensor | None = None  # what training continues from, in float32, after the first step
     step: int = 0
     place: int = 0
     moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -271,7 +262,7 @@ class Cell:
         self.step, self.moments, self.stored, self.value = 0, {}, {}, None
 
     def overwrite(self, value: Tensor, is_plain: bool = True) -> None:
-        """Other code writes a value, from which the master restarts; plain ones are quantized."""
+        """Other code writes a value, which is quantized if it is plain; the master restarts."""
         remainder = self.stored.get("param_remainder")
         if remainder is not None:  # the lower bits of whatever the upper ones are now
             self.content = {"": value.to(self.dtype)}
@@ -349,11 +340,7 @@ class Cell:
 
 
 class Oracle:
-    """The parameters and states of an optimizer, and what a program has to make of them.
-
-    The first ``sharing`` of them share a scale; ``options`` are those of all groups, and how
-    moments are stored.
-    """
+    """What a program makes of parameters, of which the first ``sharing`` ones share a scale."""
 
     def __init__(self, cells: list[Cell], sharing: int = 0, **options: Any) -> None:
         self.cells, self.sharing, self.options = cells, sharing, {**GROUP, **options}
@@ -384,7 +371,6 @@ class Oracle:
             cell.settle(through_dtype, amax if cell in shared else 0.0)
 
     def overwrite(self, values: list[Tensor | None], are_plain: bool = True) -> None:
-        """Other code writes float32 values, from which the masters restart, but for None."""
         for cell, value in zip(self.cells, values, strict=True):
             if value is not None:
                 cell.overwrite(value, are_plain)
@@ -399,8 +385,8 @@ class Oracle:
             cell.restart()
 
     def contents(self) -> list[dict[str, Any]]:
-        return [
-            {n: torch.as_tensor(c) for n, c in cell.content.items()}
-            | (cell.stored | {"step": cell.step} if cell.step else {})
-            for cell in self.cells
-        ]
+        found = []
+        for cell in self.cells:
+            state = cell.stored | {"step": cell.step} if cell.step else {}
+            found.append({n: torch.as_tensor(x) for n, x in (cell.content | state).items()})
+        return found

@@ -1,25 +1,36 @@
-"""Rows of a quantized tensor can be read, and queries change nothing."""
+"""Rows and columns of a quantized tensor can be read, and queries change nothing."""
+
+import copy
+import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer, quantize_model
+from fp4adam import (
+    Float8BlockQuantizer,
+    FP4Adam,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    quantize_model,
+)
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.tensors import backend, rows
+from fp4adam.tensors.rows import check_parallel, parallel_part
 from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.transpose import build_columnwise
 from quantizer_table import TABLE, every, randn
 
 SHAPE = (32, 64)
 every_quantizer = every("nvfp4", "mxfp8", "mxfp8-2d", "float8block", "float8")
+every_window = every("nvfp4", "mxfp8", "mxfp8-2d", "mxfp8-columnwise", "float8block")
 
 
-PROPERTIES = [
-    f"{usage}_{what}"
-    for usage in ("rowwise", "columnwise")
-    for what in ("data", "scale_inv", "gemm_scale_inv")
-]
+PROPERTIES = [f"rowwise_{what}" for what in ("data", "scale_inv", "gemm_scale_inv")]
+PROPERTIES += [name.replace("rowwise", "columnwise") for name in PROPERTIES]
 
 
 @pytest.mark.parametrize("shape", [(16, 64), SHAPE])
@@ -148,17 +159,7 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
         inner = getattr(tensors, name)[: 5 * block // per_entry].contiguous()
         parts[name] = in_parts(inner, per_entry, part, -(-5 * block // part), gap)
     out = torch.empty(5 * block, 64, dtype=torch.bfloat16, device=device)
-    decode = quantizer.decoder(Storage(**parts), out)
-    decode()
-    assert torch.equal(out, tensor.dequantize(torch.bfloat16))
-    # Memory is freed and reallocated between passes.
-    data, storage = parts["rowwise_data"].clone(), parts["rowwise_data"].untyped_storage()
-    size = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(size)
-    parts["rowwise_data"].copy_(data)
-    out.zero_()
-    decode()
+    quantizer.decoder(Storage(**parts), out)()
     assert torch.equal(out, tensor.dequantize(torch.bfloat16))
 
 
@@ -168,3 +169,62 @@ def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension():
     shard = stack.new_zeros((2, 32, 96))
     shard.copy_(stack[:2])
     assert rows.matrix_shape(shard.view(-1)) == (64, 96)
+
+
+@every_window
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_windows_have_the_values_of_slices(quantizer, data):
+    block = quantizer.layout.block
+    rows, cols = (data.draw(st.integers(1, 3)) * block for _ in range(2))
+    whole = quantizer.quantize(randn((rows, cols)))
+    values = whole.dequantize(torch.float32)
+    first_row, first_col = data.draw(st.integers(0, rows)), data.draw(st.integers(0, 3)) * block
+    first_col = min(first_col, cols)
+    n_rows = data.draw(st.integers(0, rows - first_row))
+    n_cols = data.draw(st.integers(0, (cols - first_col) // block)) * block
+    window = whole[first_row : first_row + n_rows, first_col : first_col + n_cols]
+    expected = values[first_row : first_row + n_rows, first_col : first_col + n_cols]
+    copies = [window, window.clone(), copy.deepcopy(window), pickle.loads(pickle.dumps(window))]
+    for one in copies:
+        assert isinstance(one, QuantizedTensor) and one.shape == expected.shape
+        assert torch.equal(one.dequantize(torch.float32), expected)
+
+
+@every_window
+def test_columns_within_blocks_are_decoded_copies(quantizer):
+    tensor = quantizer.quantize(randn((128, 256)))
+    for cut in (tensor[:, 1:], tensor[:, : quantizer.layout.block + 1], tensor[:, ::2]):
+        assert type(cut) is Tensor
+    parts = tensor.split(quantizer.layout.block // 2, dim=1)
+    assert all(type(part) is Tensor for part in parts)
+    assert torch.equal(torch.cat(parts, 1), tensor.dequantize(torch.float32))
+    if isinstance(quantizer, Float8BlockQuantizer):  # the last block of a row may be shorter
+        tensor = quantizer.quantize(randn((128, 200)))
+        assert isinstance(tensor[:, 128:], QuantizedTensor)
+        assert torch.equal(tensor[:, 128:].dequantize(), tensor.dequantize()[:, 128:])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@every_window
+def test_parts_together_are_the_whole(quantizer, dim):
+    value = randn((256, 256))
+    whole = quantizer.quantize(value)
+    if not quantizer.rowwise:
+        whole = MXFP8Quantizer(columnwise=False).quantize(value)
+    whole._high_precision_init_val = value
+    parts = [parallel_part(whole, dim, number, 2, None) for number in range(2)]
+    expected = whole.dequantize()
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], dim), expected)
+    kept = [part.get_high_precision_init_val() for part in parts]
+    assert torch.equal(torch.cat(kept, dim), value)
+    for part in parts:
+        assert part.quantizer == whole.quantizer
+        layout = part.quantizer.layout.shapes(*part.shape)
+        found = part.inner.existing()
+        assert {n: (tuple(x.shape), x.dtype) for n, x in found.items()} == layout
+    # They own their memory.
+    parts[0].inner.present[0].zero_()
+    assert torch.equal(whole.dequantize(), expected)
+    with pytest.raises(ValueError, match="multiple of 3 parts"):
+        check_parallel(whole, dim, 3)

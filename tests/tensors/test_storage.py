@@ -1,28 +1,32 @@
-"""The identity of the storage and versions of inner tensors tell of every exchange and write."""
+"""Every write raises versions and writes scales in both orders; exchanges give another storage."""
 
 import copy
+import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fp4adam import QuantizedTensor
+import format_reference as reference
+from fp4adam import FP4Adam, MXFP8Quantizer, QuantizedTensor
 from fp4adam.distributed.cast import PartialCast
+from fp4adam.tensors.swizzle import ScalePair, write_scales
 from fp4adam.tensors.transpose import build_columnwise
 from helpers import through_a_file
 from quantizer_table import TABLE, every, randn
 
 NVFP4 = TABLE["nvfp4-swizzled"]
-every_quantizer = every("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")
+NAMES = ("nvfp4-swizzled", "mxfp8-swizzled", "float8block", "float8")
+every_quantizer = every(*NAMES)
+SWIZZLED = [
+    f"{name}-swizzled" for name in ("nvfp4-1d", "nvfp4-columnwise", "mxfp8-2d", "mxfp8-rowwise")
+]
 
 
 def versions(tensor: QuantizedTensor) -> dict[str, int]:
     return {name: inner._version for name, inner in tensor.inner.existing().items()}
-
-
-def through_pickle(value):
-    return pickle.loads(pickle.dumps(value))
 
 
 def cast_in_parts(tensor: QuantizedTensor) -> None:
@@ -30,6 +34,18 @@ def cast_in_parts(tensor: QuantizedTensor) -> None:
     cast = PartialCast([tensor], [0], [x.numel()], [x.dtype])
     cast.measure([x])
     cast.write([x])
+
+
+def step(tensor: QuantizedTensor) -> None:
+    weight = nn.Parameter(tensor)
+    weight.grad = torch.ones_like(weight)
+    FP4Adam([weight], lr=0.1).step()
+
+
+def copy_without_gemm_scales(tensor: QuantizedTensor) -> None:
+    """As from a checkpoint of a model without them."""
+    compact = dataclasses.replace(tensor.quantizer, optimize_for_gemm=False)
+    tensor.copy_(compact.quantize(randn(seed=1).to(tensor.device)))
 
 
 WRITES = {
@@ -42,6 +58,8 @@ WRITES = {
     "data": lambda t: setattr(t, "data", randn(seed=1)),
     "load_state_dict": lambda t: holder(t).load_state_dict({"weight": randn(seed=1)}),
     "partial cast": cast_in_parts,
+    "compact bytes": copy_without_gemm_scales,
+    "step": step,
 }
 
 
@@ -51,7 +69,30 @@ def holder(tensor: QuantizedTensor) -> nn.Module:
     return module
 
 
-@every_quantizer
+def pairs_of(scales: list[Tensor]) -> list[ScalePair]:
+    """Scales with room for the swizzled ones, which write_scales swizzles."""
+    sizes = [(s.shape[0] + -s.shape[0] % 128, s.shape[1] + -s.shape[1] % 4) for s in scales]
+    return [ScalePair(s, s.new_empty(size)) for s, size in zip(scales, sizes, strict=True)]
+
+
+def expected_swizzle(scale: Tensor) -> Tensor:
+    scale = scale.cpu().numpy()
+    padding = [(0, -scale.shape[0] % 128), (0, -scale.shape[1] % 4)]
+    return torch.from_numpy(reference.swizzle(np.pad(scale, padding)))
+
+
+def assert_gemm_scales_are_up_to_date(tensor: QuantizedTensor) -> None:
+    for usage in ("rowwise", "columnwise"):
+        scale = getattr(tensor, f"{usage}_scale_inv")
+        stored = tensor.storage_tensors().get(f"_{usage}_gemm_scale_inv")
+        assert (stored is None) == (scale is None)
+        if scale is not None:
+            if isinstance(tensor.quantizer, MXFP8Quantizer) and usage == "columnwise":
+                scale = scale.t()
+            assert torch.equal(stored.cpu(), expected_swizzle(scale))
+
+
+@every(*NAMES, *SWIZZLED)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_every_write_raises_every_version(quantizer, write, path_device):
     tensor = quantizer.quantize(randn().to(path_device))
@@ -60,9 +101,29 @@ def test_every_write_raises_every_version(quantizer, write, path_device):
     assert tensor.inner is storage and tensor._version > own
     after = versions(tensor)
     assert all(after[name] > before[name] for name in before)
-    if quantizer.layout.is_square:
+    if quantizer.optimize_for_gemm:
+        assert_gemm_scales_are_up_to_date(tensor)
+    if quantizer.layout.is_square and quantizer.rowwise:
         build_columnwise([tensor])
         assert all(version > after[name] for name, version in versions(tensor).items())
+
+
+def test_tails_are_padded_with_zeros(path_device):
+    shapes = [(5, 3), (130, 37), (128, 4), (1, 65), (300, 1), (0, 8)]
+    plain = []
+    for i, (rows, blocks) in enumerate(shapes):
+        wide = torch.arange(rows * blocks * 2).add(i).to(torch.uint8)
+        # Any strides, and any dtype of one byte.
+        scale = wide.view(blocks, 2 * rows).t()[::2] if i % 2 else wide.view(rows, -1)[:, :blocks]
+        plain.append(scale.to(path_device).view(torch.float8_e8m0fnu if i > 3 else torch.uint8))
+    write_scales(pairs := pairs_of(plain))
+    for scale, swizzled, _ in pairs:
+        expected = expected_swizzle(scale.view(torch.uint8))
+        assert torch.equal(swizzled.view(torch.uint8).cpu(), expected)
+    back = [pair._replace(plain=torch.empty_like(pair.plain)) for pair in pairs]
+    write_scales(back, undo=True)
+    for scale, pair in zip(plain, back, strict=True):
+        assert torch.equal(pair.plain.view(torch.uint8), scale.view(torch.uint8))
 
 
 def test_reading_is_no_write():
@@ -120,7 +181,7 @@ COPIES = {
     "new": lambda t: t,
     "clone": torch.clone,
     "deepcopy": copy.deepcopy,
-    "pickle": through_pickle,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "file": through_a_file,
     "to": lambda t: t.to(t.device, copy=True),
     "empty_like": torch.empty_like,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4adam import Float8Quantizer, MXFP8Quantizer
+from helpers import assert_identical
 from quantizer_table import every, randn
 
 NAMES = ("nvfp4", "nvfp4-1d", "nvfp4-swizzled", "mxfp8", "mxfp8-2d-swizzled", "float8block")
@@ -48,14 +49,11 @@ def test_a_direction_that_is_dropped_comes_back_where_it_can(quantizer, usage):
     param.update_usage(**{f"{usage}_usage": False})
 
     assert param.get_usages() == {"rowwise": usage != "rowwise", "columnwise": usage == "rowwise"}
-    kept = param.storage_tensors()
-    assert kept.keys() == expected.keys()
-    assert all(torch.equal(kept[name], inner) for name, inner in expected.items())
+    assert_identical(param.storage_tensors(), expected)
     if usage == "columnwise" and quantizer.layout.is_square:
         param.update_usage(columnwise_usage=True)
         assert param.quantizer == quantizer
-        assert param.storage_tensors().keys() == whole.keys()
-        assert all(torch.equal(x, whole[name]) for name, x in param.storage_tensors().items())
+        assert_identical(param.storage_tensors(), whole)
     else:
         with pytest.raises(RuntimeError, match=f"{usage} codes of a .* must be stored already"):
             param.update_usage(rowwise_usage=True, columnwise_usage=True)
