@@ -1,14 +1,7 @@
 """Compile kernels ahead of time for a GPU that need not be there, and tell what came out.
 
-As a program: a JSON list of jobs on stdin, the list of their facts on stdout. It runs in a process
-of its own because Triton decides at its import whether it compiles or interprets.
-
-A job names a kernel, the types of its arguments as Triton writes them, and the target:
-    {"module": "fp4adam.kernels.plain_step", "kernel": "_block_kernel",
-     "signature": {"x_ptr": "*fp32", "numel": "i32"}, "constexprs": {"BLOCK": 1024},
-     "divisible_by_16": ["x_ptr"], "sm": 90}
-and optionally num_warps, num_stages, enable_fp_fusion and maxnreg. What JSON cannot express is
-{"import": "triton.language.bfloat16"}, or {"tuple": "fp4adam.kernels.format.Format", "fields": []}.
+That takes a process of its own, because Triton decides at its import whether it compiles or
+interprets. It calls a function of a test module for the jobs.
 """
 
 import contextlib
@@ -21,25 +14,41 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Opcodes that round otherwise than one correctly rounded operation after the other.
 INEXACT = r"^fma|^div\.full|approx|\.ftz"
 
-Job = dict[str, Any]
 Facts = dict[str, Any]
 
 
-def compile_ahead_of_time(jobs: list[Job]) -> list[Facts]:
-    """Compile every job in one new process; RuntimeError with the compiler's words if one fails."""
+class Job(NamedTuple):
+    """A kernel, its arguments as Triton writes their types, its constants, and the target."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible_by_16: list[str]
+    sm: int
+    options: dict[str, Any]
+
+
+def compile_ahead_of_time(jobs_of: Callable[..., dict[str, Job]], *arguments: Any) -> Any:
+    """By name the facts of the jobs that ``jobs_of(*arguments)`` returns in one new process.
+
+    Raises:
+        RuntimeError: With the compiler's words, if one fails.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # The modules of the jobs must be found as they are here, test modules included.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    program = "import aot, sys; aot.print_facts(*sys.argv[1:])"
+    given = [jobs_of.__module__, jobs_of.__name__, json.dumps(arguments)]
     with tempfile.TemporaryDirectory() as cache:
         process = subprocess.run(
-            [sys.executable, __file__],
-            input=json.dumps(jobs),
+            [sys.executable, "-c", program, *given],
             env=env | {"TRITON_CACHE_DIR": cache},
             capture_output=True,
             text=True,
@@ -49,22 +58,14 @@ def compile_ahead_of_time(jobs: list[Job]) -> list[Facts]:
     return json.loads(process.stdout)
 
 
+def print_facts(module: str, name: str, arguments: str) -> None:
+    jobs = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    print(json.dumps({name: _compile(job) for name, job in jobs.items()}))
+
+
 def count(facts: Facts, opcode: str) -> int:
     """How many PTX instructions have an opcode in which the regular expression is found."""
     return sum(n for name, n in facts["instructions"].items() if re.search(opcode, name))
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def _constexpr(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "import" in value:
-        return _imported(value["import"])
-    return _imported(value["tuple"])(*map(_constexpr, value["fields"]))
 
 
 def _compile(job: Job) -> Facts:
@@ -72,26 +73,20 @@ def _compile(job: Job) -> Facts:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(job["module"]), job["kernel"])
-    constexprs = {name: _constexpr(value) for name, value in job["constexprs"].items()}
-    signature = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
-    divisible = [(kernel.arg_names.index(name),) for name in job.get("divisible_by_16", ())]
-    source = ASTSource(
-        kernel, signature, constexprs, {path: [["tt.divisibility", 16]] for path in divisible}
-    )
-    options = {
-        "num_warps": job.get("num_warps", 4),
-        "num_stages": job.get("num_stages", 3),
-        "enable_fp_fusion": job.get("enable_fp_fusion", False),
-        "maxnreg": job.get("maxnreg"),
-    }
+    names = job.kernel.arg_names
+    signature = {name: job.signature.get(name, "constexpr") for name in names}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in job.divisible_by_16}
+    source = ASTSource(job.kernel, signature, job.constants, divisible)
     triton.knobs.nvidia.dump_ptxas_log = True
+    options = dict(num_warps=4, num_stages=3, enable_fp_fusion=False) | job.options
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", job["sm"], 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", job.sm, 32), options=options)
     return {
         "instructions": _opcodes(compiled.asm["ptx"]),
-        **_resources(log.getvalue()),
+        # What the assembler says; the compiled kernel itself would tell only a GPU.
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
         "shared_bytes": compiled.metadata.shared,
+        "is_plain": job.constants.get("PLAIN") is True,
     }
 
 
@@ -101,17 +96,3 @@ def _opcodes(ptx: str) -> dict[str, int]:
     ptx = re.sub(r"\{ \.reg \.pred outside,.*?DONE: \}", "", ptx, flags=re.DOTALL)
     code = re.sub(r"//.*|^\s*\.(file|loc)\b.*", "", ptx, flags=re.MULTILINE)
     return Counter(re.findall(r"(?<![%.$\w])[a-z]\w*(?:\.[\w:]+)+(?=\s)", code))
-
-
-def _resources(log: str) -> dict[str, int]:
-    """What the assembler says; the compiled kernel itself would tell only a GPU."""
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-    }
-
-
-if __name__ == "__main__":
-    jobs = [json.dumps(job) for job in json.load(sys.stdin)]
-    facts = {job: _compile(json.loads(job)) for job in dict.fromkeys(jobs)}
-    json.dump([facts[job] for job in jobs], sys.stdout)

@@ -44,8 +44,7 @@ SHAPES = ((64, 96), (32, 160))
 
 def random(shape: tuple[int, ...], seed: int, device: str = "cpu", scale: float = 1.0) -> Tensor:
     """Normal values that do not depend on the device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(device)
+    return (randn(*shape, seed=seed) * scale).to(device)
 
 
 def randn(
@@ -73,12 +72,8 @@ def make_weight(
 
 def make_params(quantizer: Quantizer, device: str, dtype: torch.dtype = torch.bfloat16) -> list:
     """Two quantized weights between plain parameters of three dtypes."""
-    plain = [
-        Parameter(random(shape, seed, device).to(plain_dtype))
-        for seed, (shape, plain_dtype) in enumerate(
-            [((7,), torch.float32), ((5, 3), torch.bfloat16), ((), torch.float16)]
-        )
-    ]
+    kinds = [((7,), torch.float32), ((5, 3), torch.bfloat16), ((), torch.float16)]
+    plain = [Parameter(random(kinds[i][0], i, device).to(kinds[i][1])) for i in range(3)]
     weights = [
         make_weight(quantizer, device, shape, dtype, seed=10 + i, keeps_value=i == 0)
         for i, shape in enumerate(SHAPES)

@@ -41,13 +41,11 @@ class LateLink(offload.Link):
 
     Attributes:
         moved: Bytes copied to the device, and to the host.
-        sizes: Sizes of all buffers.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
         super().__init__(torch.device("cpu"))
         self.moved = [0, 0]
-        self.sizes: list[int] = []
         self._limit = limit
         self._out = Lane()
 
@@ -63,7 +61,6 @@ class LateLink(offload.Link):
         self.pinned_bytes -= memory.nbytes
 
     def empty(self, nbytes: int) -> Tensor:
-        self.sizes.append(nbytes)
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8, device="cpu")
 
     def to_gpu(self, chunk: offload._Chunk) -> None:

@@ -10,13 +10,10 @@
 3. Each mutant gets tests that reach its line, the fastest of each file first, until one fails or
    ``--seconds`` of tests have passed. Tests that fail without a mutant, too, do not count.
 
-``--matrix`` runs all tests of a mutant, where one failure would do. The report has then, for each
-test function, how many mutants it kills and how many it alone, and a greedy cover: what is in no
-cover and kills nothing alone may go.
-
+``--matrix`` runs all tests of a mutant, where one failure would do, and reports what each test
+function kills, alone too, and a greedy cover: what is in none and kills nothing alone may go.
 ``--json`` takes the verdicts; a run that is repeated continues there. Survivors that change nothing
-are listed in ``equivalent_mutants.txt``. Of others, mutmut wraps functions, which Triton compiles
-from their source, and cosmic-ray runs all tests.
+are listed in ``equivalent_mutants.txt``.
 """
 
 from __future__ import annotations
@@ -30,16 +27,15 @@ import dataclasses
 import gzip
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
-import platform
 import py_compile
 import random
 import re
 import shutil
 import signal
-import sqlite3
 import sys
 import time
 import traceback
@@ -99,7 +95,7 @@ class Mutant:
         return f"{self.path} | {self.before} | {self.after}"
 
 
-class Mutations(ast.NodeVisitor):
+class Mutations:
     """Collects the mutants of one file."""
 
     def __init__(self, path: str, source: str) -> None:
@@ -107,9 +103,7 @@ class Mutations(ast.NodeVisitor):
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
-        self._in_function = False
-        self._lines: tuple[int, ...] = ()
-        self.visit(ast.parse(source))
+        self._visit(ast.parse(source), (), False)
 
     def _at(self, line: int, column: int) -> int:
         # Columns of the parser count bytes.
@@ -123,140 +117,94 @@ class Mutations(ast.NodeVisitor):
     def _text(self, node: ast.AST) -> str:
         return self.source[slice(*self._span(node))]
 
-    def _replace(self, node: ast.AST, text: str) -> None:
-        start, stop = self._span(node)
-        if not self._in_function:
+    def _visit(self, node: ast.AST, lines: tuple[int, ...], in_function: bool) -> None:
+        if is_unseen(node):
             return
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno
+            lines = tuple(range(node.lineno, max(last, node.lineno) + 1))
+        for changed, text in self._changes(node) if in_function else ():
+            self._replace(changed, text, lines)
+        children, in_function = ast.iter_child_nodes(node), in_function or is_function(node)
+        if is_function(node) or isinstance(node, ast.ClassDef):
+            children = node.body
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            children = [node.value] if node.value else []
+        for child in children:
+            self._visit(child, lines, in_function)
+
+    def _replace(self, node: ast.AST, text: str, lines: tuple[int, ...]) -> None:
+        start, stop = self._span(node)
         with contextlib.suppress(SyntaxError):
             ast.parse(self.source[:start] + text + self.source[stop:])
             first, last = self.source.rfind("\n", 0, start) + 1, self.source.find("\n", stop)
             before = self.source[first:last]
             after = self.source[first:start] + text + self.source[stop:last]
             one_line = (" ".join(x.split()) for x in (before, after))
-            self.found.append(Mutant(self.path, start, stop, text, self._lines, *one_line))
+            self.found.append(Mutant(self.path, start, stop, text, lines, *one_line))
 
-    def _swap(self, node: ast.AST, field: str, operator: ast.AST, *more: ast.AST) -> None:
-        if type(operator) in SWAPS:
-            other, swapped = copy.copy(node), SWAPS[type(operator)]()
-            setattr(other, field, [swapped, *more] if field == "ops" else swapped)
-            self._replace(node, ast.unparse(other))
-        self.generic_visit(node)
+    def _changes(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+        """Nodes, this one or in it, and what replaces them."""
+        match node:
+            case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Break():
+                yield node, "pass"
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+                yield node, "pass"
+            case ast.Continue():
+                yield node, "break"
+            case ast.If(test=ast.Compare() | ast.BoolOp() | ast.UnaryOp()):
+                pass  # changed by itself
+            case ast.If(test=test) | ast.IfExp(test=test):
+                yield test, f"not ({self._text(test)})"
+            case ast.For(iter=items) | ast.comprehension(iter=items):
+                text = self._text(items)
+                if "tl." not in text and not self.path.startswith("kernels"):
+                    yield items, f"[*({text})][:1]"
+            case ast.BinOp(left=ast.Constant(value=str()) | ast.JoinedStr()):
+                pass
+            case ast.Compare(ops=[operator, *more]) if type(operator) in SWAPS:
+                yield node, unparsed(node, ops=[SWAPS[type(operator)](), *more])
+            case ast.BoolOp(op=operator) | ast.BinOp(op=operator) if type(operator) in SWAPS:
+                yield node, unparsed(node, op=SWAPS[type(operator)]())
+            case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
+                yield node, f"({self._text(operand)})"
+            case ast.Constant(value=bool(value)):
+                yield node, str(not value)
+            case ast.Constant(value=int(value)):
+                yield node, repr(value + 1)
+            case ast.Constant(value=float(value)):
+                yield node, repr(2 * value if value else value + 1)
+            case ast.Call(func=ast.Attribute(value=copied, attr=name), args=[]) if name in COPIES:
+                yield node, self._text(copied)
+            case ast.Call(args=[number]) if name_of(node) == "abs":
+                yield node, f"({self._text(number)})"
+            case ast.Call(func=function) if (name := name_of(node)) in FUNCTIONS:
+                yield function, self._text(function).removesuffix(name) + FUNCTIONS[name]
 
-    # Where nothing is changed
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name not in UNSEEN_FUNCTIONS:
-            outer, self._in_function = self._in_function, True
-            self.visit_ClassDef(node)
-            self._in_function = outer
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
-    visit_AsyncFunctionDef = visit_FunctionDef
 
-    def visit_ClassDef(self, node: ast.ClassDef | ast.FunctionDef) -> None:
-        for statement in node.body:
-            self.visit(statement)
+def is_unseen(node: ast.AST) -> bool:
+    """Errors, assertions, text, imports, and what the lists above name."""
+    match node:
+        case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
+            return True
+        case ast.Expr(value=ast.Constant()) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return True
+        case ast.Expr(value=ast.Call() as call) | (ast.Call() as call):
+            return name_of(call) in UNSEEN_CALLS
+        case ast.keyword(arg=name):
+            return name in UNSEEN_KEYWORDS
+    return is_function(node) and node.name in UNSEEN_FUNCTIONS
 
-    def _skip(self, node: ast.AST) -> None:
-        """Errors, assertions, text and imports."""
 
-    visit_Raise = visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = _skip
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg not in UNSEEN_KEYWORDS:
-            self.visit(node.value)
-
-    # Statements
-
-    def visit(self, node: ast.AST) -> None:
-        outer = self._lines
-        if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None)
-            last = body[0].lineno - 1 if body else node.end_lineno
-            self._lines = tuple(range(node.lineno, max(last, node.lineno) + 1))
-        super().visit(node)
-        self._lines = outer
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Constant) or name_of(node.value) in UNSEEN_CALLS:
-            return
-        if isinstance(node.value, ast.Call):
-            self._replace(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(node.targets[0], (ast.Attribute, ast.Subscript)):
-            self._replace(node, "pass")
-        self.visit(node.value)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._replace(node, "pass")
-        self.visit(node.value)
-
-    def visit_Continue(self, node: ast.Continue) -> None:
-        self._replace(node, "break")
-
-    def visit_Break(self, node: ast.Break) -> None:
-        self._replace(node, "pass")
-
-    def visit_If(self, node: ast.If) -> None:
-        if self._text(node.test) != "TYPE_CHECKING":
-            if not isinstance(node.test, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
-                self._replace(node.test, f"not ({self._text(node.test)})")
-            self.generic_visit(node)
-
-    def _first_only(self, node: ast.For | ast.comprehension) -> None:
-        text = self._text(node.iter)
-        if "tl." not in text and not self.path.startswith("kernels"):
-            self._replace(node.iter, f"[*({text})][:1]")
-        self.generic_visit(node)
-
-    visit_For = visit_comprehension = _first_only
-
-    # Expressions
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        self._swap(node, "ops", *node.ops)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._swap(node, "op", node.op)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_text = isinstance(getattr(node.left, "value", None), str)
-        is_text |= isinstance(node.left, ast.JoinedStr)
-        self._swap(node, "op", ast.MatMult() if is_text else node.op)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, (ast.Not, ast.Invert)):
-            self._replace(node, f"({self._text(node.operand)})")
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._replace(node.test, f"not ({self._text(node.test)})")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        value = node.value
-        if isinstance(value, bool):
-            self._replace(node, str(not value))
-        elif isinstance(value, (int, float)):
-            more = value + 1 if isinstance(value, int) or not value else 2 * value
-            self._replace(node, repr(more))
-
-    def visit_Call(self, node: ast.Call) -> None:
-        function, name = node.func, name_of(node)
-        if name in UNSEEN_CALLS:
-            return
-        if isinstance(function, ast.Attribute) and name in COPIES and not node.args:
-            self._replace(node, self._text(function.value))
-        elif name == "abs" and len(node.args) == 1:
-            self._replace(node, f"({self._text(node.args[0])})")
-        elif name in FUNCTIONS:
-            self._replace(function, self._text(function).removesuffix(name) + FUNCTIONS[name])
-        self.generic_visit(node)
+def unparsed(node: ast.AST, **changed: Any) -> str:
+    other = copy.copy(node)
+    vars(other).update(changed)
+    return ast.unparse(other)
 
 
 def name_of(node: ast.AST) -> str:
@@ -325,7 +273,7 @@ class Recorder:
         self._measured.save()
         tests = [test for test in self._times if test in self._passed]
         numbers = {test: number for number, test in enumerate(tests)}
-        lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        lines: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
         for path, test, line in set(self._reached()):
             if test in numbers:
                 lines[path][line].append(numbers[test])
@@ -333,18 +281,16 @@ class Recorder:
         (self._folder / "record" / "tests.json").write_text(json.dumps(record))
 
     def _reached(self) -> Iterator[tuple[str, str, int]]:
-        from coverage.numbits import numbits_to_nums
+        import coverage
 
         for database in (self._folder / "record").glob("coverage*"):
-            rows = sqlite3.connect(database).execute(
-                "select path, context, numbits from line_bits"
-                " join file on file.id = file_id join context on context.id = context_id"
-            )
-            for path, test, numbits in rows:
-                path = path.removeprefix(f"{self._folder}/")
+            data = coverage.CoverageData(str(database))
+            data.read()
+            for file in data.measured_files():
+                path = file.removeprefix(f"{self._folder}/")
                 path = path.replace("fp4adam/kernels/", "kernels/")
-                for line in numbits_to_nums(numbits):
-                    yield path, test, line
+                for line, tests in data.contexts_by_lineno(file).items():
+                    yield from ((path, test, line) for test in tests)
 
 
 class Record:
@@ -355,11 +301,9 @@ class Record:
 
     def __init__(self, file: Path) -> None:
         patterns = ("fp4adam/**/*.py", "kernels/**/*.py", "tests/**/test_*.py")
-        self.digests = {
-            str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for pattern in patterns
-            for path in ROOT.glob(pattern)
-        }
+        paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+        self.digests = {str(p.relative_to(ROOT)): x for p, x in zip(paths, digests, strict=True)}
         kept = json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
         digests, tests = kept.get("digests", {}), kept.get("tests", {})
         self.stale = {path for path in digests if digests[path] != self.digests.get(path)}
@@ -380,25 +324,20 @@ class Record:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(text.encode()))
 
-    def reached(self) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
+    def reached(self) -> tuple[dict[tuple[str, int], list[str]], dict[str, float]]:
         """By file and line, tests; and seconds by test.
 
         Tests of a line begin with the fastest of each test file, then follow the second fastest.
         """
         times: dict[str, float] = {}
-        ranked: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+        ranked: dict[tuple[str, int], list] = defaultdict(list)
         for record in self.tests.values():
             times.update(record["tests"])
             for path, lines in record["lines"].items():
                 for line, numbers in {} if path in self.stale else lines.items():
                     some = sorted((record["tests"][n] for n in numbers), key=lambda test: test[1])
-                    entries = [(i, seconds, test) for i, (test, seconds) in enumerate(some)]
-                    ranked[path][int(line)] += entries
-        reached = {
-            path: {line: [test for _, _, test in sorted(some)] for line, some in lines.items()}
-            for path, lines in ranked.items()
-        }
-        return reached, times
+                    ranked[path, int(line)] += [(i, s, test) for i, (test, s) in enumerate(some)]
+        return {at: [test for *_, test in sorted(some)] for at, some in ranked.items()}, times
 
 
 # Runs
@@ -477,8 +416,7 @@ def run_pytest(folder: Path, arguments: list[str], plugin: Any, deadline: float)
     if not done:
         os.waitpid(pid, 0)
         return "timeout"
-    names = {pytest.ExitCode.OK: "passed", pytest.ExitCode.NO_TESTS_COLLECTED: "no tests"}
-    return names.get(os.waitstatus_to_exitcode(status), "failed")
+    return {0: "passed", 5: "no tests"}.get(os.waitstatus_to_exitcode(status), "failed")
 
 
 def in_copies(
@@ -510,13 +448,10 @@ class Judge:
         # Tests that have failed, and files that could not be collected: whether they pass without
         # a mutant.
         self.passes: dict[str, bool] = {}
-        every = [
-            mutant
-            for folder in options.folders
-            for path in sorted((ROOT / folder).rglob("*.py"))
-            for mutant in Mutations(str(path.relative_to(ROOT)), path.read_text()).found
-            if mutant.path not in self.stale
-        ]
+        paths = [path for each in options.folders for path in sorted((ROOT / each).rglob("*.py"))]
+        names = [(str(path.relative_to(ROOT)), path) for path in paths]
+        of_files = [Mutations(n, p.read_text()).found for n, p in names if n not in self.stale]
+        every = [*itertools.chain.from_iterable(of_files)]
         found = [m for m in every if self.tests_of(m)]
         self.unreached = Counter(folder_of(m.path) for m in every)
         self.unreached -= Counter(folder_of(m.path) for m in found)
@@ -525,8 +460,8 @@ class Judge:
         self.work = [mutant for key, mutant in drawn.items() if key not in done]
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        lines = self.reached.get(mutant.path, {})
-        return [*dict.fromkeys(test for n in mutant.lines for test in lines.get(n, ()))]
+        reached = (self.reached.get((mutant.path, line), ()) for line in mutant.lines)
+        return [*dict.fromkeys(itertools.chain.from_iterable(reached))]
 
     def chosen(self, mutant: Mutant) -> list[str]:
         """Tests that reach the lines of a mutant, as many as fit into its time."""
@@ -547,24 +482,23 @@ class Judge:
 
     def judge(self, folder: Path, mutant: Mutant) -> dict[str, Any] | None:
         """Run tests until one fails, or all; those that fail without the mutant, too, go."""
-        begin, failed, end = time.monotonic(), [], "failed"
+        begin, failed = time.monotonic(), []
         path, stops = folder / mutant.path, () if self.options.matrix else ("-x",)
         original = path.read_text()
         tests = [test for test in self.chosen(mutant) if self.passes.get(test, True)]
-        while end == "failed" and not failed and tests:
+        while tests:
             path.write_text(original[: mutant.start] + mutant.text + original[mutant.stop :])
             end, failed = self.run(folder, tests, *stops)
             path.write_text(original)
             unknown = tuple(test for test in failed if test not in self.passes)
             if unknown:
-                some = [test for test in tests if test.startswith(unknown)]
-                bad = self.run(folder, some)[1]
+                bad = self.run(folder, [test for test in tests if test.startswith(unknown)])[1]
                 self.passes |= {test: test not in bad for test in unknown}
             wrong = tuple(test for test in failed if not self.passes[test])
             failed = [test for test in failed if self.passes[test]]
-            if not wrong:
-                break
             tests = [test for test in tests if not test.startswith(wrong)]
+            if failed or not wrong:
+                break
         if time.monotonic() > self.deadline:
             return None
         end = "failed" if failed else "passed" if not tests else end
@@ -578,17 +512,13 @@ class Judge:
     def judge_all(self, folders: list[Path]) -> None:
         for entry in in_copies(self.judge, self.work, folders, self.deadline):
             self.verdicts.append(entry)
-            print(
-                f"{entry['verdict']:11}{entry['path']}:{entry['lines'][0]}  {entry['after']}",
-                flush=True,
-            )
+            place = f"{entry['path']}:{entry['lines'][0]}"
+            print(f"{entry['verdict']:11}{place}  {entry['after']}", flush=True)
             self.write()
 
     def write(self) -> None:
         results = {
             "seed": self.options.seed,
-            "python": platform.python_version(),
-            "torch": sys.modules["torch"].__version__,
             "changed_since_recorded": sorted(self.stale),
             "verdicts": self.verdicts,
         }
@@ -670,8 +600,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.coverage is not None and not options.coverage.exists():
         parser.error(f"there is no file {options.coverage}; --record writes it")
-    begin, minute = time.monotonic(), 60 * options.minutes
-    deadline = begin + minute
+    begin, seconds = time.monotonic(), 60 * options.minutes
+    deadline = begin + seconds
 
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in PRELOADED:
@@ -685,7 +615,7 @@ def main() -> None:
     record_file = options.coverage or options.record or OUT / "coverage.json.gz"
     record = Record(record_file)
     if options.coverage is None:
-        half = deadline if options.record else begin + minute / 2
+        half = deadline if options.record else begin + seconds / 2
 
         def recorded(folder: Path, path: str) -> tuple[str, Any] | None:
             run_pytest(folder, [path], Recorder(folder), half)

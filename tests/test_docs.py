@@ -63,29 +63,16 @@ def preamble(block: str) -> dict[str, object]:
     param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     if "reset_master_weights" in block:
         optimizer = FusedAdam([param])
-    return {
-        "torch": torch,
-        "fp4adam": fp4adam,
-        "FP4Adam": FP4Adam,
-        "FusedAdam": FusedAdam,
-        "quantize_model": quantize_model,
-        "model": model,
-        "new_model": Model(),
-        "optimizer": optimizer,
-        "batch": batch,
-        "microbatches": batch.chunk(2),
-        "param": param,
-        "x": torch.ones(4),
-        "path": "checkpoint.pt",
-    }
+    names = ("torch", "fp4adam", "FP4Adam", "FusedAdam", "quantize_model")
+    known = {name: globals()[name] for name in names} | dict(path="checkpoint.pt", x=torch.ones(4))
+    known |= dict(model=model, new_model=Model(), optimizer=optimizer, param=param)
+    return known | dict(batch=batch, microbatches=batch.chunk(2))
 
 
-def run(block: str) -> dict[str, object]:
+def run(block: str) -> None:
     for package in re.findall(r"^(?:import|from) (transformers|lightning)\b", block, re.MULTILINE):
         pytest.importorskip(package)
-    namespace = preamble(block)
-    exec(compile(block, "<documentation>", "exec"), namespace)
-    return namespace
+    exec(compile(block, "<documentation>", "exec"), preamble(block))
 
 
 def run_on_a_rank(rank: int, block: str) -> None:
@@ -107,17 +94,6 @@ def test_block_runs(block, tmp_path, monkeypatch):
         run_ranks(run_on_a_rank, 1, block)
     else:
         run(block)
-
-
-def test_the_swap_of_the_readme_trains_the_parameters_of_the_model():
-    (swap,) = BLOCK.findall(README.read_text())
-    namespace = run(swap)
-    model, optimizer = namespace["model"], namespace["optimizer"]
-    before = model.blocks[0].weight.dequantize()
-    model(namespace["batch"]).square().sum().backward()
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.step()
-    assert not torch.equal(model.blocks[0].weight.dequantize(), before)
 
 
 def anchors(page: Path) -> set[str]:
@@ -190,24 +166,20 @@ def test_figures_are_those_of_the_records(monkeypatch):
 
 
 @pytest.mark.skipif(not MAKEFILE.is_file(), reason="there is none beside this copy of tests/")
-def test_commands_of_the_readme_exist():
+def test_commands_and_extras_that_texts_name_exist():
     targets = set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets
-
-
-@pytest.mark.skipif(not SETUP.is_file(), reason="there is none beside this copy of tests/")
-def test_extras_that_texts_name_exist():
     project = (ROOT / "pyproject.toml").read_text()
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
     folders = (ROOT / name for name in ("fp4adam", "examples", "benchmarks", "docs"))
     files = [f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".md")]
-    pattern = re.compile(r"install '?(?:\.|fp4adam)\[(\w+)\]")
-    named = [n for f in [README, *files] for n in pattern.findall(f.read_text())]
+    texts = [f.read_text() for f in [README, *files]]
+    named = re.findall(r"install '?(?:\.|fp4adam)\[(\w+)\]", "\n".join(texts))
     assert len(named) > 10 and set(named) <= extras
     # Unquoted brackets are a pattern of file names to zsh.
-    assert not any(re.search(r"install [^'\"\s]\S*\[", f.read_text()) for f in [README, *files])
+    assert not any(re.search(r"install [^'\"\s]\S*\[", text) for text in texts)
 
 
 def messages() -> set[str]:

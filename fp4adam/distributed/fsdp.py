@@ -31,6 +31,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.distributed.shards import parallel_infos, settle_shard
 from fp4adam.tensors.blocks import blocks_of_parts, flat_shape, round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.rows import keep_left
 from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
 from fp4adam.tensors.swizzle import build_gemm_scales, new_gemm_scale
 
@@ -198,7 +199,7 @@ def _pack(
     shard: QuantizedTensor, n_shards: int, inputs: dict[str, Tensor], known: tuple[str, ...]
 ) -> Gathering:
     """Move codes and scales of a shard to one buffer, equal in size on every rank."""
-    shard._keep_left()
+    keep_left(shard)
     inner, starts, size = shard.inner.existing(), {}, 0
     for name, entries in inputs.items():
         starts[name] = size

@@ -134,7 +134,8 @@ def _plan_for(
     known = [borrowed, storages, starts, sizes, dtypes]
     plan = _plans.get(model_weights[0]) if tensors else None
     if plan is None or plan.known != known:
-        cast = PartialCast(tensors, starts, sizes, dtypes)
+        aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
+        cast = PartialCast(aliases, starts, sizes, dtypes)
         plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]), [], None)
     for i, (one, out) in enumerate(zip(plan.cast.spans, outs or (), strict=False)):
         _check_out(i, one, out)
@@ -224,12 +225,9 @@ def _quantized(
     weights: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
-    tensors = [w._alias() if isinstance(w, QuantizedTensor) else w for w in weights]
     foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
     borrowed = {i: borrow(weights[i]) for i in foreign}
-    for i, one in borrowed.items():
-        tensors[i] = one.tensor
-    return tensors, borrowed
+    return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)], borrowed
 
 
 def _has_derived(borrowed: BorrowedTensor) -> bool:

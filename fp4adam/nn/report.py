@@ -127,8 +127,8 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> ModelSummar
     """
     check_module(model)
     optimizer = _unwrapped(optimizer)
-    states = {} if optimizer is None else optimizer.state
     known = getattr(optimizer, "state_nbytes", dict)()
+    states = {} if optimizer is None or known else optimizer.state
     parameters = []
     for name, p in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])

@@ -380,12 +380,12 @@ class FusedAdam(Optimizer):
     # Checkpoints
 
     def state_nbytes(self) -> dict[Tensor, int]:
-        """Bytes of the states of trained parameters on this rank, from their first step on."""
+        """Bytes of states on this rank, those of parameters that will be stepped with them."""
         return {
             param: self._targets[param].state_nbytes(group["amsgrad"])
             for group in self.param_groups
             for param in group["params"]
-            if param.requires_grad
+            if param.requires_grad or param in self._stepped.states
         }
 
     def state_dict(self) -> dict[str, Any]:

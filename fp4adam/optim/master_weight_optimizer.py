@@ -103,7 +103,6 @@ class MasterWeightOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set_up(state["quantize_from"])
         super().__setstate__(state)
-        getattr(self.inner, "_targets", self._targets).keep_only(())  # it steps masters alone
         self._targets.meet(self._params())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -247,7 +247,7 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         out._write(source, non_blocking)
     if shared.rows_share_scales:
         # Whatever happened here, other ranks may write theirs, and these rows are quantized again.
-        out._keep_left()
+        rows.keep_left(out)
         if is_same and shared.stepped_by and out._high_precision_init_val is None:
             rows.replace_init_val(out, value)
         shared.unsettled = True

@@ -185,7 +185,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         is_new = shared.first_row is None
         with torch.no_grad():
             if not by_step:
-                self._keep_left()
+                rows.keep_left(self)
             value = x.detach() if plain else x.pending_value()
             # Before the first step, the same bytes keep the value that they were quantized from.
             is_same = self._high_precision_init_val is not None and value is None
@@ -198,14 +198,6 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 # Master weights start from a value that is written before a step.
                 rows.replace_init_val(self, value)
         mark_written([self])
-
-    def _keep_left(self) -> None:
-        """Keep what a step has left, before other code writes."""
-        shared = self._shared
-        targets = shared.stepped_by if self._high_precision_init_val is None else None
-        is_left = targets and all(t.has_left(shared) for t in targets)
-        if is_left and shared.left is None and not self.is_meta:
-            shared.left = rows.every_row(self).twin()
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:
         """Whether both have the same format, device and bytes."""

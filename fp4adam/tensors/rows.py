@@ -204,7 +204,7 @@ def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking
     """Take over from ``source`` what an unwritten shard lacks besides codes and scales."""
     shared, other, left = tensor._shared, source._shared, None
     if source.global_spec is not None:  # FSDP2 moves the shard, with what a step has left there
-        source._keep_left()
+        keep_left(source)
         left = None if other.left is None else tensor.twin()
     shared.first_row = source._first_row % tensor.quantizer.layout.block
     shared.rows = matrix_shape(tensor)[0]
@@ -323,6 +323,14 @@ def _check_can_be_sharded(tensor: QuantizedTensor, quantizer: Quantizer) -> str:
             "(filter=...), or ask for plain zeros (dtype=...)"
         )
     return what
+
+
+def keep_left(tensor: QuantizedTensor) -> None:
+    """Keep what a step has left, before other code writes."""
+    shared, targets = tensor._shared, tensor._shared.stepped_by
+    is_kept = shared.left is not None or tensor._high_precision_init_val is not None
+    if targets and not (is_kept or tensor.is_meta) and all(t.has_left(shared) for t in targets):
+        shared.left = every_row(tensor).twin()
 
 
 def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:

@@ -1,13 +1,13 @@
 """FP4Adam with quantized tensors of other packages.
 
-Transformer Engine cannot run here: its classes are played by stand-ins. Its bytes are those of
-tests/golden. The real torchao is tested in tests/integrations.
+Transformer Engine cannot run here: its classes are played by stand-ins, with the bytes of own
+tensors, which tests/golden compares. The real torchao is tested in tests/integrations.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,9 +29,7 @@ from fp4adam import (
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
-from fp4adam.interop.borrowed_tensor import _solve
-from golden_vectors import FORMATS, GoldenCase, golden_cases
-from helpers import WithGradient, random
+from helpers import WithGradient, all_params, random
 from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
 
 # Scales of a row are padded, and those of a column as well.
@@ -53,11 +51,23 @@ QUANTIZERS = {
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
 
+KINDS = {
+    "32bit": FP4Adam,
+    "8bit": partial(FP4Adam, states="8bit"),
+    "another": partial(MasterWeightOptimizer, optimizer_class=torch.optim.AdamW),
+}
+
+
 def step(optimizer: FP4Adam, seed: int) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
+    for param in all_params(optimizer):
+        param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
     optimizer.step()
+
+
+def step_each(optimizers: Iterable[FP4Adam], seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        for optimizer in optimizers:
+            step(optimizer, seed)
 
 
 def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
@@ -75,80 +85,43 @@ def stepped(
 
 
 def pair_of(
-    quantizer: Quantizer, value: Tensor, kind: Callable[..., FP4Adam] = FP4Adam, **options: object
+    quantizer: Quantizer, value: Tensor, kind: Callable[..., FP4Adam] = FP4Adam
 ) -> tuple[list[Parameter], list[FP4Adam]]:
     """A tensor of this package and a stand-in of the same value, each with its optimizer."""
     params = [Parameter(quantizer.quantize(value)), te_tensor(quantizer, value)]
-    return params, [kind([param], lr=1e-2, **options) for param in params]
+    return params, [kind([param], lr=1e-2) for param in params]
 
 
 def assert_bytes_of_master(optimizer: FP4Adam, param: Tensor, quantizer: Quantizer) -> None:
     assert_bytes(param, te_tensor(quantizer, master_of(optimizer, param)))
 
 
-GOLDEN_INPUTS = {
-    "torch": {"normal_96x160/fp32", "normal_48x80/bf16", "zero_blocks/fp32", "odd_130x257/fp32"},
-    "kernel": {"normal_32x64/fp32"},  # the interpreter is slow
-}
-KERNEL_FORMATS = ("nvfp4_2d", "nvfp4_1d", "mxfp8", "fp8block_2d_pow2")
-GOLDEN = [
-    pytest.param(path, case, id=f"{path}-{case}")
-    for path, inputs in GOLDEN_INPUTS.items()
-    for format in FORMATS
-    for case in golden_cases(format)
-    if case.entry in inputs and (path == "torch" or format in KERNEL_FORMATS)
-]
+# All of the operators, and some of the kernels, as the interpreter is slow.
+TRAINED = [("torch", name, kind) for name in QUANTIZERS for kind in KINDS]
+TRAINED += [("kernel", name, "32bit") for name in ("nvfp4", "nvfp4-1d", "mxfp8", "float8block")]
 
 
-@pytest.mark.parametrize(("path_device", "case"), GOLDEN, indirect=["path_device"])
-def test_a_step_writes_what_transformer_engine_does(case: GoldenCase, path_device):
-    value, quantizer = case.input.to(path_device), case.quantizer()
-    param = te_tensor(quantizer, torch.zeros_like(value))
-    # Without a gradient and decay the value stays as it is.
-    optimizer = FP4Adam([param], weight_decay=0.0)
-    param.grad = torch.zeros_like(value)
-    optimizer.step()
-    optimizer.state[param]["master_param"].copy_(value)
-    optimizer.step()
-    expected = case.expected
-    if "amax_rowwise" in expected:
-        expected["amax_columnwise"] = expected["amax_rowwise"]
-    assert len(expected) == len(te_bytes(param))
-    for name, bytes_ in expected.items():
-        assert_same(getattr(param, f"_{name}"), bytes_, name)
-
-
-@every_format
-@pytest.mark.parametrize("states", ["32bit", "8bit"])
-def test_training_is_that_of_own_tensors(quantizer, states):
-    value = random(SHAPE, 0, scale=0.1).bfloat16()
-    params, optimizers = pair_of(quantizer, value, states=states)
-    for seed in range(3):
-        for optimizer in optimizers:
-            step(optimizer, seed)
+@pytest.mark.parametrize(("path_device", "name", "kind"), TRAINED, indirect=["path_device"])
+def test_training_is_that_of_own_tensors(name, kind, path_device):
+    """Other optimizers write the memory of the other package as the fused step does."""
+    quantizer, value = QUANTIZERS[name], random(SHAPE, 0, path_device, scale=0.1).bfloat16()
+    params, optimizers = pair_of(quantizer, value, KINDS[kind])
+    step_each(optimizers, range(3))
     pairs = [*zip(optimizers, params, strict=True)]
-    if states == "32bit":
-        assert_bytes_of_master(optimizers[1], params[1], quantizer)
-    else:  # the remainder, and what it completes
+    if kind == "8bit":  # the remainder, and what it completes
         assert torch.equal(*(o.get_unscaled_state(p, "master_param") for o, p in pairs))
+    else:
+        assert_bytes_of_master(optimizers[1], params[1], quantizer)
     assert torch.equal(*(master_of(*pair) for pair in pairs))
-    plan = optimizers[1]._whole.plan
-    step(optimizers[1], 3)
-    assert optimizers[1]._whole.plan is plan  # nothing is worked out again
+    if isinstance(optimizers[1], FP4Adam):
+        plan = optimizers[1]._whole.plan
+        step(optimizers[1], 3)
+        assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
 @every_format
-def test_other_optimizers_and_gradient_release(quantizer):
-    """Both write the memory of the other package as the fused step does."""
-    value = random(SHAPE, 0, scale=0.1).bfloat16()
-    kind = partial(MasterWeightOptimizer, optimizer_class=torch.optim.AdamW)
-    params, optimizers = pair_of(quantizer, value, kind)
-    for seed in range(3):
-        for optimizer in optimizers:
-            step(optimizer, seed)
-    assert torch.equal(*map(master_of, optimizers, params))
-    assert_bytes_of_master(optimizers[1], params[1], quantizer)
-    params = [te_tensor(quantizer, value) for _ in range(2)]
+def test_gradient_release(quantizer):
+    params = [te_tensor(quantizer, random(SHAPE, 0, scale=0.1).bfloat16()) for _ in range(2)]
     released, plain = (FP4Adam([param], lr=1e-2) for param in params)
     released.enable_gradient_release()
     for scale in (1.0, 2.0):
@@ -253,8 +226,7 @@ def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
         else:
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_bytes(resumed, trained)
-    for each in (optimizer, other):
-        step(each, 1)
+    step_each((optimizer, other), [1])
     assert torch.equal(master_of(other, resumed), master_of(optimizer, trained))
     assert_bytes(resumed, trained)
 
@@ -361,8 +333,7 @@ def test_a_class_with_an_adapter_is_stepped(name, registry):
     fp4adam.register_adapter(name, PackedAdapter())
     param = packed(random(SHAPE, 0).bfloat16())
     optimizer = FP4Adam([param], lr=1e-2)
-    for seed in range(2):
-        step(optimizer, seed)
+    step_each([optimizer], range(2))
     assert_bytes(param, packed(master_of(optimizer, param)))
 
     def replace():
@@ -391,10 +362,7 @@ def test_an_unknown_class_is_refused_by_name(registry):
         fp4adam.register_adapter(Packed, PackedAdapter)
 
 
-def zeros(*size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8)
-
-
+zeros = partial(torch.zeros, dtype=torch.uint8)
 WRONG_FIELDS = {
     "missing": (dict(rowwise_data=None), "rowwise_data of .*Packed must be torch.uint8 on cpu"),
     "dtype": (dict(per_tensor_scale=torch.zeros(1).double()), "must be torch.float32 on cpu, got"),
@@ -426,8 +394,7 @@ def test_float8_weights_of_any_rows(shape, scaling, path_device):
     value = random(shape, 0, path_device, scale=0.1).bfloat16()
     (own, theirs), optimizers = pair_of(Float8Quantizer(scaling=scaling), value)
     for seed in range(3):
-        for optimizer in optimizers:
-            step(optimizer, seed)
+        step_each(optimizers, [seed])
         if scaling == "delayed":  # as its next forward pass does
             theirs._quantizer.scale.copy_(448 / own.amax_history.max())
     assert torch.equal(*map(master_of, optimizers, (own, theirs)))
@@ -456,10 +423,10 @@ def test_buffers_of_a_quantizer_do_not_make_its_scaling_delayed():
     assert_bytes_of_master(optimizer, param, Float8Quantizer())
 
 
-def delayed(quantizer: SimpleNamespace, master: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes and the decode scale of a master under the scale that a quantizer gives."""
-    codes = minifloat.e4m3_code(master * quantizer.scale)
-    return codes, 1 / quantizer.scale
+def assert_delayed(param: Tensor, master: Tensor) -> None:
+    """Codes and decode scale are of a master under the scale that the quantizer gives."""
+    assert torch.equal(param._data, minifloat.e4m3_code(master * param._quantizer.scale))
+    assert torch.equal(param._scale_inv, 1 / param._quantizer.scale)
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -479,9 +446,8 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
         assert seed < 2 or optimizer._whole.plan is plan  # nothing is worked out again
         for i, param in enumerate(params):
             master = master_of(optimizer, param)
-            codes, scale_inv = delayed(param._quantizer, master)
-            assert torch.equal(param._data, codes) and torch.equal(param._scale_inv, scale_inv)
-            assert not columnwise or torch.equal(param._transpose, codes.t())
+            assert_delayed(param, master)
+            assert not columnwise or torch.equal(param._transpose, param._data.t())
             largest[i] = max(largest[i], master.abs().max().item())
             assert param._quantizer.amax.item() == largest[i]
 
@@ -516,13 +482,13 @@ def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
 
 def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
     param, optimizer = stepped(Float8Quantizer(scaling="delayed"))
-    master = master_of(optimizer, param).clone()
+    before = master_of(optimizer, param).clone()
     param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))
     step(optimizer, 1)
-    assert (master - master_of(optimizer, param)).abs().max() < 0.02  # it went on from there
-    codes, scale_inv = delayed(param._quantizer, master_of(optimizer, param))
-    assert torch.equal(param._data, codes) and torch.equal(param._scale_inv, scale_inv)
-    assert param._quantizer.amax.item() == master_of(optimizer, param).abs().max().item()
+    master = master_of(optimizer, param)
+    assert (master - before).abs().max() < 0.02  # it went on from there
+    assert_delayed(param, master)
+    assert param._quantizer.amax.item() == master.abs().max().item()
 
 
 def test_a_transpose_in_other_strides_is_declared_invalid():
@@ -530,12 +496,3 @@ def test_a_transpose_in_other_strides_is_declared_invalid():
     param._transpose = torch.zeros(96, 40, dtype=torch.uint8)[:, :32]
     step(FP4Adam([param]), 0)
     assert param._transpose_invalid and not param._transpose.any()
-
-
-@pytest.mark.parametrize("pow_2", [False, True])
-def test_amaxes_are_found_for_the_scales_that_others_store(pow_2):
-    quantizer = Float8Quantizer(force_pow_2_scales=pow_2)
-    amaxes = torch.cat([random((1000,), 0).abs(), random((1000,), 1).exp() * 1e-30])
-    scales = quantizer.per_tensor_scale(amaxes)
-    found = _solve(quantizer.per_tensor_scale, scales, scales * quantizer.largest_value)
-    assert torch.equal(quantizer.per_tensor_scale(found), scales)

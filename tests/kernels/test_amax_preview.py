@@ -12,6 +12,7 @@ from fp4adam.kernels.amax_preview import PreviewedLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
 from fp4adam.optim.update_bound import largest_update, measured_ratio, ratio_after
 from fp4adam.tensors import backend
+from helpers import assert_bytes_are_of_masters, assert_identical, random, written
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
@@ -24,31 +25,31 @@ OPTIONS = dict(
 )  # fmt: skip
 
 
-class Weight:
-    """One parameter in training, with its exact expectation at hand."""
+def make(value, device, quantizer=NVFP4, **options):
+    """A parameter in training, with its optimizer."""
+    param = torch.nn.Parameter(quantizer.quantize(value.to(device)))
+    param._high_precision_init_val = value.to(device)
+    return param, FP4Adam([param], **options)
 
-    def __init__(self, value, device, quantizer=NVFP4, **options):
-        self.param = torch.nn.Parameter(quantizer.quantize(value.to(device)))
-        self.param._high_precision_init_val = value.to(device)
-        self.optimizer = FP4Adam([self.param], **options)
 
-    def step(self, grad):
-        self.param.grad = grad.to(self.param.device)
-        self.optimizer.step()
+def step(param, optimizer, grad):
+    param.grad = grad.to(param.device)
+    optimizer.step()
 
-    def assert_exact(self):
-        master = self.optimizer.state[self.param]["master_param"]
-        finite = torch.where(master.isnan(), 0.0, master)
-        assert self.param._amax.item() == finite.abs().max().item()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "uses_kernels", lambda d: False)
-            expected = self.param.quantizer.quantize(master.cpu()).storage_tensors()
-        for name, inner in self.param.storage_tensors().items():
-            assert torch.equal(inner.cpu(), expected[name]), name
+
+def assert_exact(param, optimizer):
+    master = optimizer.state[param]["master_param"]
+    finite = torch.where(master.isnan(), 0.0, master)
+    assert param._amax.item() == finite.abs().max().item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_kernels", lambda d: False)
+        expected = param.quantizer.quantize(master.cpu()).storage_tensors()
+    for name, inner in param.storage_tensors().items():
+        assert torch.equal(inner.cpu(), expected[name]), name
 
 
 def randn(seed, scale=1.0, shape=SHAPE):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return random(shape, seed, scale=scale)
 
 
 VALUES = {
@@ -66,8 +67,6 @@ CASES = {
     "amsgrad, ascending, no epsilon": dict(lr=1e-3, amsgrad=True, maximize=True, eps=0.0),
     "through BF16": dict(lr=1e-3, quantize_from="param_dtype"),
 }
-
-
 # Every value with the usual options, and all options with an outlier.
 PAIRS = [("adamw", value) for value in VALUES] + [(case, "one outlier") for case in CASES]
 FLOAT8 = [("adamw", "normal"), ("lr above the weights", "zero"), ("through BF16", "normal")]
@@ -79,11 +78,11 @@ FLOAT8 = [("adamw", "normal"), ("lr above the weights", "zero"), ("through BF16"
 )
 def test_amax_is_that_of_the_updated_weight(quantizer, case, value, device):
     value = VALUES[value]
-    weight = Weight(value, device, quantizer, **CASES[case])
-    for step in range(3):
-        # The last gradient pushes the largest weights down as hard as it can.
-        weight.step(randn(step, 1e-2) if step != 2 else value.sign() * 1e3)
-        weight.assert_exact()
+    weight = make(value, device, quantizer, **CASES[case])
+    # The last gradient pushes the largest weights down as hard as it can.
+    for grad in (randn(0, 1e-2), randn(1, 1e-2), value.sign() * 1e3):
+        step(*weight, grad)
+        assert_exact(*weight)
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, 1e30])
@@ -91,18 +90,14 @@ def test_amax_is_that_of_the_updated_weight(quantizer, case, value, device):
 def test_a_lost_maximum_is_found_elsewhere(special, quantizer, device):
     """The largest weight becomes NaN: no other candidate tells that the amax is now far lower."""
     value = VALUES["one outlier"]
-    weight = Weight(value, device, quantizer, lr=1e-4)
-    for _ in range(2):
-        weight.step(randn(3, 1e-2))
-    grad = randn(4, 1e-2)
-    grad[5, 7] = special
-    weight.step(grad)
-    weight.assert_exact()
-    if special == 1e30:
-        return  # too large for the second moment, which freezes the weight
-    assert weight.param._amax < 0.1
-    weight.step(randn(5, 1e-2))
-    weight.assert_exact()
+    param, optimizer = make(value, device, quantizer, lr=1e-4)
+    lost, *others = (randn(seed, 1e-2) for seed in (4, 3, 3, 5))
+    lost[5, 7] = special
+    for grad in (*others[:2], lost, others[2]):
+        step(param, optimizer, grad)
+        assert_exact(param, optimizer)
+    # 1e30 is too large for the second moment, which freezes the weight.
+    assert special == 1e30 or param._amax < 0.1
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -120,10 +115,9 @@ def test_after_foreign_writes_int8_masters_are_previewed_anew(quantizer, name, d
                 param.grad[70, 90] = 0.0
                 optimizer.state[param][name][70, 90] = 0.0 if name == "exp_avg_sq" else 1e4
             optimizer.step()
-        results.append([*param.storage_tensors().values(), optimizer.state[param]["master_param"]])
+        results.append(written(optimizer))
     assert param._amax > 10
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+    assert_identical(*results)
 
 
 def exceeding(optimizer):
@@ -132,22 +126,19 @@ def exceeding(optimizer):
 
 
 def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
-    weight, original, read = (
-        Weight(VALUES["one outlier"], device, lr=1e-4),
-        PreviewedLaunch.__call__,
-        [],
-    )
+    param, optimizer = make(VALUES["one outlier"], device, lr=1e-4)
+    original, read = PreviewedLaunch.__call__, []
 
     def spy(launch, *signals):
         read.append(launch.candidates().float().mean().item())
         original(launch, *signals)
 
     monkeypatch.setattr(PreviewedLaunch, "__call__", spy)
-    for step in range(4):
-        weight.step(randn(step, 1e-2))
-        assert read[-1] == 1 if step == 0 else read[-1] < 0.1  # nothing is known at first
-        assert not exceeding(weight.optimizer).any()  # nothing is written twice
-        weight.assert_exact()
+    for seed in range(4):
+        step(param, optimizer, randn(seed, 1e-2))
+        assert read[-1] == 1 if seed == 0 else read[-1] < 0.1  # nothing is known at first
+        assert not exceeding(optimizer).any()  # nothing is written twice
+        assert_exact(param, optimizer)
 
 
 def test_rounding_to_subnormal_numbers_hides_no_tile(device):
@@ -196,12 +187,7 @@ def test_a_tensor_is_written_again_exactly(two_dimensional, usage, quantize_from
             param.grad = grad.bfloat16().to(device)
         optimizer.step()
         assert (exceeding(optimizer) > 0).tolist() == [step > 0, False]
-        for param in params:
-            master = optimizer.state[param]["master_param"]
-            source = master if quantize_from == "master" else master.bfloat16()
-            expected = quantizer.quantize(source).storage_tensors()
-            for name, inner in param.storage_tensors().items():
-                assert torch.equal(inner, expected[name]), name
+        assert_bytes_are_of_masters(optimizer)
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,24 +207,21 @@ def test_no_update_is_larger_than_its_bound(beta1, beta2, eps, seed, scales, cor
     )
     generator = torch.Generator().manual_seed(seed)
     value, m, v = torch.zeros(3, 512)
-    for step, scale in enumerate(scales, 1):
+    for number, scale in enumerate(scales, 1):
         # Long runs of one sign and sudden growth come closest to the bound.
         grad = (torch.rand(512, generator=generator) - 0.2) * scale
-        scalars = adam_scalars(group, step)
+        scalars = adam_scalars(group, number)
         value.zero_()
         adam_(value, grad, m, v, None, scalars, True)
-        assert value.abs().max() <= largest_update(scalars, ratio_after(step, scalars))
+        assert value.abs().max() <= largest_update(scalars, ratio_after(number, scalars))
 
 
-def test_bound_of_given_moments_holds_for_all_of_them():
+def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
     """Also of more elements than are measured at a time, and with NaN among them."""
     m, v = torch.zeros(2**24 + 100), torch.ones(2**24 + 100)
     m[3], m[5], m[-5] = 7.0, torch.nan, 2.0
     assert measured_ratio(m, v, 1e-8) == pytest.approx(49.0, rel=1e-3)
     assert measured_ratio(m.flip(0), v, 1e-8) == pytest.approx(49.0, rel=1e-3)
-
-
-def test_without_a_bound_everything_is_read():
     for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
         scalars = adam_scalars(OPTIONS | options, 1)
         assert largest_update(scalars, ratio_after(1, scalars)) == math.inf

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from aot import INEXACT, compile_ahead_of_time, count
+from aot import INEXACT, Job, compile_ahead_of_time, count
 from fp4adam import (
     Float8BlockQuantizer,
     Float8Quantizer,
@@ -129,27 +129,18 @@ def scenarios():
             yield f"cast {name}", lambda q=quantizer: cast(q)
             if name != "float8 delayed":
                 yield f"decode {name}", lambda q=quantizer: decode(q)
+    few, many = torch.zeros(16, 128, dtype=BF16), torch.zeros(256, 256)
     for kind in (NVFP4Quantizer, MXFP8Quantizer, Float8Quantizer, Float8BlockQuantizer):
         recipe = Recipe(kind(), activations="fake").quantizer
-        yield (
-            f"fake {kind.__name__}",
-            lambda q=recipe: fake_quantize(torch.zeros(16, 128).to(BF16), q),
-        )
-        columnwise = kind(rowwise=False)
-        yield (
-            f"columnwise {kind.__name__}",
-            lambda q=columnwise: q.quantize(torch.zeros(256, 256)).dequantize(),
-        )
+        columnwise, name = kind(rowwise=False), kind.__name__
+        yield f"fake {name}", lambda q=recipe: fake_quantize(few, q)
+        yield f"columnwise {name}", lambda q=columnwise: q.quantize(many).dequantize()
     for name, kind, dtype, options in (
         ("fp32", FusedAdam, torch.float32, {}),
         ("bf16", FP4Adam, BF16, {}),
         ("bf16 with remainder", FP4Adam, BF16, dict(store_param_remainders=True)),
         ("fp16 without master", FusedAdam, FP16, {}),
-        *(
-            (f"bf16{states}", FP4Adam, BF16, options)
-            for states, options in STATES.items()
-            if states
-        ),
+        *((f"bf16{states}", FP4Adam, BF16, STATES[states]) for states in STATES if states),
     ):
         params = [Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
         yield f"plain {name}", lambda k=kind, p=params, o=options: train(k, p, **o)
@@ -157,25 +148,11 @@ def scenarios():
     yield "captured", lambda: train(FusedAdam, [param], capturable=True)
 
 
-def constexpr(value):
-    """A constant of a kernel, as a job has it."""
-    import triton.language as tl
-
-    if isinstance(value, tl.dtype):
-        names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-        return {"import": f"triton.language.{names[value.name]}"}
-    if isinstance(value, tuple):
-        kind = type(value)
-        fields = [constexpr(field) for field in value]
-        return {"tuple": f"{kind.__module__}.{kind.__name__}", "fields": fields}
-    return getattr(value, "value", value)
-
-
 TYPES = {torch.float32: "fp32", torch.float64: "fp64", BF16: "bf16", FP16: "fp16"}
 TYPES |= {torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
 
 
-def job(kernel, arguments, options):
+def job(kernel, arguments, sm, options):
     """What Triton would compile for a launch, if memory is aligned."""
     signature, constants, divisible = {}, {}, []
     for name, value in arguments.items():
@@ -183,12 +160,11 @@ def job(kernel, arguments, options):
             signature[name] = f"*{TYPES[value.dtype]}"
             divisible += [name] if name not in SIGNALS else []
         elif name.isupper() or value is None or type(value) is int and value == 1:
-            constants[name] = constexpr(value)
+            constants[name] = getattr(value, "value", value)
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
             divisible += [name] if isinstance(value, int) and value % 16 == 0 else []
-    place = dict(module=kernel.fn.__module__, kernel=kernel.__name__, signature=signature)
-    return place | dict(constexprs=constants, divisible_by_16=divisible, **options)
+    return Job(kernel, signature, constants, divisible, sm, options)
 
 
 class Direct:
@@ -214,7 +190,7 @@ def kernel_jobs(sm, forms):
         arguments = dict(zip(kernel.arg_names, given, strict=False)) | named
         numbers[kernel.__name__] += 1
         name = f"{kernel.__name__} {numbers[kernel.__name__]}"
-        made = job(kernel, arguments, options) | {"sm": sm}
+        made = job(kernel, arguments, sm, options)
         if re.match(wanted, name) and made not in found.values():
             found[f"{scenario}: {name}"] = made
 
@@ -265,10 +241,7 @@ A_LITTLE = {"step nvfp4 8bit: step_kernel 1": 24, "step mxfp8 8bit: step_kernel 
 )
 def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     pytest.importorskip("triton", reason="nothing can be compiled without Triton")
-    jobs = kernel_jobs(sm, forms)
-    facts = compile_ahead_of_time([*jobs.values()])
-    compiled = dict(zip(jobs, facts, strict=True))
-
+    compiled = compile_ahead_of_time(kernel_jobs, sm, forms)
     spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
     known = A_LITTLE if sm == 86 else {}
     assert not {n: x for n, x in spilled.items() if x > max(known.get(n, 0), most_spilled())}
@@ -293,7 +266,7 @@ def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
             name
         )
     for name, each in compiled.items():
-        if jobs[name]["constexprs"].get("PLAIN") is True:
+        if each["is_plain"]:
             # A thread writes 16 bytes at a time, and reads what they are from in one go as well.
             assert count(each, store) == 2, name
             assert not count(each, r"^st\.global\.b|^bar"), name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aot import compile_ahead_of_time, count
+from aot import Job, compile_ahead_of_time, count
 
 triton = pytest.importorskip("triton", reason="nothing can be compiled without Triton")
 tl = pytest.importorskip("triton.language")
@@ -13,16 +13,18 @@ def inexact(x):
     return tl.sqrt(x * x + 1.0) / x
 
 
+def jobs():
+    from elementwise import _elementwise_kernel
+
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "numel": "i32"}
+    constants = dict(FUNCTION=inexact, BLOCK=1024)
+    job = Job(_elementwise_kernel, signature, constants, [*signature], 90, {})
+    fused, unfused = (dict(enable_fp_fusion=is_fused) for is_fused in (True, False))
+    return {"fused": job._replace(options=fused), "unfused": job._replace(options=unfused)}
+
+
 def test_inexact_arithmetic_is_found():
-    job = {
-        "module": "elementwise",
-        "kernel": "_elementwise_kernel",
-        "signature": {"x_ptr": "*fp32", "y_ptr": "*fp32", "numel": "i32"},
-        "constexprs": {"FUNCTION": {"import": f"{__name__}.inexact"}, "BLOCK": 1024},
-        "divisible_by_16": ["x_ptr", "y_ptr", "numel"],
-        "sm": 90,
-    }
-    fused, unfused = compile_ahead_of_time([job | {"enable_fp_fusion": x} for x in (True, False)])
+    fused, unfused = compile_ahead_of_time(jobs).values()
     assert count(fused, r"^fma\.rn\.f32$") > 0 == count(unfused, r"^fma")
     assert count(unfused, r"^sqrt\.approx") > 0 < count(unfused, r"^div\.full")
     assert count(unfused, r"^ld\.global\.v4") > 0 < count(unfused, r"^st\.global\.v4")

@@ -4,7 +4,6 @@ In the package its two kernel functions would be branches of ``code_words`` and 
 """
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from fp4adam.kernels import dequantize, format, store
 from fp4adam.kernels.tiles.codes import pack_words
 from fp4adam.tensors import backend
 from fp4adam.tensors.layout import CodeType, Layout, ScaleRule
-from helpers import random
+from helpers import random, take_steps
 
 known_words, known_values = format.code_words, format.code_values
 
@@ -124,22 +123,15 @@ class Nibbles(E2M3Quantizer):
         return layout(E2M3._replace(name="int4", bits=4), is_square=False)
 
 
+@pytest.mark.filterwarnings("error")
 def test_int8_masters_need_known_gaps_and_go_on_after_a_load():
     params = [torch.nn.Parameter(E2M3Quantizer().quantize(random((64, 96), 0))) for _ in range(2)]
-    runs = [(param, FP4Adam([param], lr=0.1, states="8bit", fused=False)) for param in params]
-    train_on(runs[:1], range(1, 4))
+    runs = [FP4Adam([param], lr=0.1, states="8bit", fused=False) for param in params]
+    take_steps(runs[0], range(3))
     params[1].data.copy_(params[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runs[1][1].load_state_dict(runs[0][1].state_dict())
-        train_on(runs, range(4, 6))
+    runs[1].load_state_dict(runs[0].state_dict())
+    for optimizer in runs:
+        take_steps(optimizer, range(3, 5))
     assert torch.equal(*(param.dequantize() for param in params))
     with pytest.raises(ValueError, match="must not be int8 for codes of int4, whose gaps"):
         FP4Adam([torch.nn.Parameter(Nibbles().make_empty((64, 96)))], states="8bit")
-
-
-def train_on(runs: list[tuple[torch.nn.Parameter, FP4Adam]], seeds: range) -> None:
-    for seed in seeds:
-        for param, optimizer in runs:
-            param.grad = random((64, 96), seed)
-            optimizer.step()

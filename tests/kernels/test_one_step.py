@@ -12,6 +12,7 @@ from fp4adam import (
     NVFP4Quantizer,
 )
 from fp4adam.tensors import backend
+from helpers import assert_identical, random, written
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
 
@@ -118,17 +119,12 @@ def train(quantizer, values, steps, device, **options):
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad.to(device, p.dtype)
         optimizer.step()
-    tensors = {}
-    for i, p in enumerate(params):
-        tensors |= {f"{i} {name}": t for name, t in p.storage_tensors().items()}
-        states = optimizer.state[p].items()
-        tensors |= {f"{i} {name}": t for name, t in states if isinstance(t, torch.Tensor)}
-    return {name: t.cpu() for name, t in tensors.items()}
+    return written(optimizer)
 
 
 @pytest.mark.parametrize("quantizer, shapes, options", [*cases()])
 def test_kernels_and_operators_step_alike(quantizer, shapes, options, device, monkeypatch):
-    values = [torch.randn(s, generator=torch.Generator().manual_seed(0)) * 0.1 for s in shapes]
+    values = [random(shape, 0, scale=0.1) for shape in shapes]
     if options.get("exp_avg_dtype") is FP8 or options.get("states") == "8bit":
         values = [value.bfloat16() for value in values]  # and gradients, for wider accesses
     if options.get("master_weights") is False:
@@ -146,7 +142,7 @@ def test_previews_of_int8_masters_find_every_amax(quantizer, device, monkeypatch
     # Three tiles. Steady gradients build up moments; then one step shrinks the largest weights by a
     # tenth and grows others beyond them. In the step after that, the largest ones become NaN.
     sizes = torch.tensor([0.05, 0.041, 0.02]).repeat_interleave(64)[:, None]
-    signs = torch.randn(192, 64, generator=torch.Generator().manual_seed(2)).sign()
+    signs = random((192, 64), 2).sign()
     grad = torch.cat([signs[:64], -signs[64:]])
     last = grad.clone()
     last[64:128] = torch.nan
@@ -172,7 +168,7 @@ def test_extreme_gradients(name, device, monkeypatch):
     grads = torch.zeros(2, 64, 64)
     grads[0].view(-1)[: 7 * 555 : 555] = specials
     grads[1].view(-1)[::1001] = 1e-30
-    values = [torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 64)]
+    values = [random((64, 64), 0), torch.zeros(64, 64)]
     assert_alike(FORMATS[name][0], values, [(1e-2, [*grads])], device, monkeypatch)
 
 
@@ -181,14 +177,4 @@ def assert_alike(quantizer, values, steps, device, monkeypatch, **options):
     actual = train(quantizer, values, steps, device, **options)
     monkeypatch.setattr(backend, "uses_kernels", lambda device: False)
     expected = train(quantizer, values, steps, device, **options)
-    assert actual.keys() == expected.keys()
-    for name, bits in expected.items():
-        a, b = (as_bytes(t) for t in (actual[name], bits))
-        assert torch.equal(a, b), name
-
-
-def as_bytes(tensor):
-    """The bytes of a tensor; NaN of a plain number has many."""
-    if tensor.dtype == torch.float32:
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
+    assert_identical(actual, expected, any_nan=True)  # NaN of a plain number has many bits
