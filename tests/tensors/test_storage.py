@@ -95,6 +95,8 @@ def assert_gemm_scales_are_up_to_date(tensor: QuantizedTensor) -> None:
 @every(*NAMES, *SWIZZLED)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_every_write_raises_every_version(quantizer, write, path_device):
+    if write is cast_in_parts and not quantizer.layout.rows_per_entry:
+        return  # refused in words
     tensor = quantizer.quantize(randn().to(path_device))
     storage, before, own = tensor.inner, versions(tensor), tensor._version
     write(tensor)
@@ -103,7 +105,7 @@ def test_every_write_raises_every_version(quantizer, write, path_device):
     assert all(after[name] > before[name] for name in before)
     if quantizer.optimize_for_gemm:
         assert_gemm_scales_are_up_to_date(tensor)
-    if quantizer.layout.is_square and quantizer.rowwise:
+    elif quantizer.layout.is_square and quantizer.rowwise:
         build_columnwise([tensor])
         assert all(version > after[name] for name, version in versions(tensor).items())
 
