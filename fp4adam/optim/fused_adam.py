@@ -380,12 +380,13 @@ class FusedAdam(Optimizer):
     # Checkpoints
 
     def state_nbytes(self) -> dict[Tensor, int]:
-        """Bytes of states on this rank, those of parameters that will be stepped with them."""
+        """Bytes of each parameter's state on this rank, also before the first step."""
+        states = self._stepped.states
         return {
             param: self._targets[param].state_nbytes(group["amsgrad"])
             for group in self.param_groups
             for param in group["params"]
-            if param.requires_grad or param in self._stepped.states
+            if param.requires_grad or param in states
         }
 
     def state_dict(self) -> dict[str, Any]:
