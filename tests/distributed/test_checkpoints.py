@@ -121,7 +121,7 @@ def save_in_the_background(rank: int, path: Path) -> None:
             for seed in range(100 * i, 100 * i + 2):
                 twin.step(fixed_grads(twin.whole, seed))
             if i % 2:
-                load_values(twin, i)  # which are not quantized yet, for want of an all-gather
+                load_values(twin, i)  # quantized only by the next all-gather or step
             expected = [
                 copy.deepcopy(each.state_dict()) for each in (twin.whole, twin.optimizers[0])
             ]
