@@ -23,6 +23,8 @@ LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_st
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
 # Of whole quantized weights rank 0 alone would write bytes, and wait for values of the others.
 LEFT_OUT |= {"parallel": ("whole, from rank 0",)}
+if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
+    LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
 RESUME += ["load_values", "as it is", "step", *["model_last", "step"] * 2, "other_model", "step"]
