@@ -268,20 +268,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=50e6, help="per seed and rule")
     parser.add_argument("--batch", type=int, help="sequences, in place of the stages' own")
     parser.add_argument("--seeds", type=int, help="in place of the stages' own")
-    parser.add_argument("--rules", help="these of each stage, as numbers: 0,1,6")
+    parser.add_argument("--rules", help="by number, stages apart: 0;0,1,3")
     parser.add_argument("--with", dest="others", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     done = [run for other in args.others for run in json.loads(other.read_text())["runs"]]
-    start = None
-    for stage in args.stages.split(",") if args.stages else ():
+    start, stages = None, args.stages.split(",") if args.stages else []
+    chosen = args.rules.split(";") if args.rules else [""] * len(stages)
+    for stage, numbers in zip(stages, chosen, strict=True):
         seeds, rules = STAGES[stage]
         if stage == "tuned" and start is None:
             raise SystemExit('"tuned" goes on from what "small" trains: put that before it')
         given = start if stage == "tuned" else None
-        if args.rules:
-            rules = [rules[int(number)] for number in args.rules.split(",")]
-        for rule in rules:
+        for rule in [rules[int(n)] for n in numbers.split(",")] if numbers else rules:
             run = train(stage, args.seeds or seeds, rule, args.tokens, args.batch, given)
             weights = run.pop("weights")
             if stage == "small" and start is None:
