@@ -21,8 +21,6 @@ LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
-# Of whole quantized weights rank 0 alone would write bytes, and wait for values of the others.
-LEFT_OUT |= {"parallel": ("whole, from rank 0",)}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
 RESUME += ["load_values", "as it is", "step", *["model_last", "step"] * 2, "other_model", "step"]
@@ -159,7 +157,7 @@ MORE_TRAINED = [
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
     (3, "root", "float8block-fp32", 5, 16),
-    (2, "parallel", "mxfp8", 256, 64),
+    (2, "parallel", "nvfp4", 256, 64),
     *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "16-bit rest", "offloaded")),
     *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
 ]
@@ -168,7 +166,7 @@ MORE_RESUMED = [
     (4, "hybrid", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),
-    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS if recipe != "mxfp8"),
+    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS[1:]),
     *((2, "root", "float8block", 64, 32, s) for s in ("8bit", "fp8", "fp16 masters")),
     (2, "root", "float8block", 64, 32, "any optimizer"),
 ]
