@@ -234,8 +234,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        if rows.is_all(self):  # that of a slice belongs to the other rows too
-            self._shared.init_val = value
+        if value is not self._shared.init_val and rows.is_all(self):
+            self._shared.init_val = value  # that of a slice belongs to the other rows too
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], Tensor]:
