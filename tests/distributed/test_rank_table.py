@@ -19,7 +19,7 @@ ALL += ["step", "load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
-LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
+LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
