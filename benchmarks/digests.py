@@ -321,8 +321,12 @@ def prepare(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parse_args()
     if args.compare:
-        before, after = (json.loads(path.read_text())["digests"] for path in args.compare)
+        records = [json.loads(path.read_text()) for path in args.compare]
+        before, after = (record["digests"] for record in records)
         common = before.keys() & after.keys()
+        if len({record["about"]["device"] for record in records}) > 1:
+            # The last bits of torch's norm depend on the device.
+            common = {s for s in common if "clip" not in Program(int(s), int(s) % 4 == 3).actions}
         unlike = sorted(int(seed) for seed in common if before[seed] != after[seed])
         print(f"{len(common)} programs in both, {len(unlike)} differ")
         for seed in unlike[:20]:

@@ -1,10 +1,11 @@
 """Second moments that are two vectors, beside Adam's: losses of GPTs over seeds, paired by seed.
 
-    python benchmarks/factored.py --seconds 180 --out factored.json
-    python benchmarks/factored.py --stages tiny --seeds 2 --steps 3     # also on a CPU
+    python benchmarks/factored.py --stages small,tuned --tokens 50e6 --out small.json
+    python benchmarks/factored.py --stages 100m --tokens 50e6 --with small.json --out factored.json
+    python benchmarks/factored.py --stages tiny --seeds 2 --batch 2 --tokens 1e3    # also on a CPU
 
-All seeds of a rule train at once, in one stack of weights, on the same batches for every rule;
-steps are as many as fit the time. An update is m / (sqrt(v) + eps), bias-corrected, with v of
+All seeds of a rule train at once, in one stack of weights, on the same batches for every rule. An
+update is m / (sqrt(v) + eps), bias-corrected, with v of
 
     adam      beta2 v + (1 - beta2) g^2
     before    beta2 R C / mean(R) + (1 - beta2) g^2, by the means of g^2 from before the step, of
@@ -46,14 +47,9 @@ SHORT = [("adam", 0.95, 1.0), ("before", 0.95, 1.0), ("adam", 0.95, 1.3)]
 ALL = [*SHORT, *((kind, 0.95, 1.0) for kind in ("now", "rows", "8bit"))]
 ALL += [(kind, 0.999, 1.0) for kind in THREE]
 TUNED = [(kind, 0.999, rate) for rate in (1.0, 0.1) for kind in THREE] + [("adam", 0.999, 0.0)]
-# Sequences per model and step, seeds, share of the time, rules. "tuned" goes on from what "small"
-# trains, at rates of 1e-5, 1e-6 and 0, on other text.
-STAGES = {
-    "tiny": (16, 16, 0.3, ALL),
-    "small": (16, 4, 0.35, ALL),
-    "tuned": (16, 4, 0.15, TUNED),
-    "100m": (8, 2, 0.2, SHORT),
-}
+# Seeds and rules. "tuned" goes on from what "small" trains by its first rule, at rates of 1e-5,
+# 1e-6 and 0, on other text.
+STAGES = {"tiny": (16, ALL), "small": (4, ALL), "tuned": (4, TUNED), "100m": (2, SHORT)}
 
 
 def new_weights(config: GPTConfig, seeds: int) -> dict[str, Tensor]:
@@ -203,18 +199,21 @@ def cut(text: Tensor, shape: tuple[int, ...], number: int) -> Tensor:
     return text[starts.to(DEVICE) + torch.arange(shape[2], device=DEVICE)].long()
 
 
-def train(stage: str, seeds: int, rule: tuple, steps: int, start: dict | None) -> dict:
-    """Train all seeds by a rule, and measure."""
+def train(
+    stage: str, seeds: int, rule: tuple, tokens: float, batch: int | None, start: dict | None
+) -> dict:
+    """Train all seeds by a rule, on so many tokens each, and measure."""
     kind, beta2, factor = rule
     preset = PRESETS["small" if start else stage]
     config = GPTConfig(*(preset[key] for key in ("layers", "heads", "dim", "context")))
     folders = (str(Path(torch.__file__).parent / "nn"),) if start else ()
     text, held = (part.to(DEVICE) for part in load_text(folders))
-    shape = seeds, STAGES[stage][0], config.context + 1
+    shape = seeds, batch or preset["batch"], config.context + 1
+    steps = math.ceil(tokens / (shape[1] * config.context))
     torch.manual_seed(0)  # for what is rounded at random
     weights = start or new_weights(config, seeds)
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
-    optimizer, sizes, times = Optimizer(weights, kind, beta2), [], []
+    optimizer, sizes, begin = Optimizer(weights, kind, beta2), [], time.perf_counter()
     for t in range(steps):
         schedule = min(1, (t + 1) / max(1, steps // 10))
         schedule *= 0.1 + 0.45 * (1 + math.cos(math.pi * t / steps))
@@ -223,8 +222,6 @@ def train(stage: str, seeds: int, rule: tuple, steps: int, start: dict | None) -
             w.grad = None
         losses(weights, cut(text, shape, t), config).sum().backward()
         sizes.append(optimizer.step(rate))
-        times.append(time.perf_counter())
-    float(sizes[-1])  # waits
     with torch.no_grad():
         batches = [cut(held, shape, 10**6 + k) for k in range(16)]
         last = torch.stack([losses(weights, batch, config) for batch in batches]).mean(0)
@@ -234,18 +231,24 @@ def train(stage: str, seeds: int, rule: tuple, steps: int, start: dict | None) -
         "update": float(torch.stack(sizes)[steps // 2 :].mean()), "spike": optimizer.spike(),
         "violations": optimizer.violations(),
         "weights": {name: w.detach() for name, w in weights.items()},
-        "step": (time.perf_counter() - times[0]) / (steps + 4),  # the evaluation is as five steps
+        "seconds": time.perf_counter() - begin,
     }  # fmt: skip
 
 
 def report(runs: list[dict]) -> None:
-    first = runs[0]
+    """Print gaps to Adam of the same beta2, where that has run, and note them."""
+    adams = {tuple(run["rule"].values()): run for run in runs if run["rule"]["kind"] == "adam"}
+    if not adams:
+        return
+    first = next(iter(adams.values()))
     print(f"\n{first['stage']}: {first['steps']} steps, {first['tokens'] / 1e6:.1f} M tokens each")
     print("rule                  loss       gap        +-  update  spike: mean, largest")
     for run in runs:
         kind, beta2, rate = run["rule"].values()
         same_rate = rate if first["stage"] == "tuned" else 1.0
-        adam = next(r for r in runs if [*r["rule"].values()] == ["adam", beta2, same_rate])
+        adam = adams.get(("adam", beta2, same_rate))
+        if adam is None:
+            continue
         gaps = [a - b for a, b in zip(run["losses"], adam["losses"], strict=True)]
         run["gap"], run["error"] = statistics.mean(gaps), math.nan
         if len(gaps) > 1:
@@ -262,34 +265,36 @@ def report(runs: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", default="tiny,small,tuned,100m", help="of these, in order")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of training, in all")
-    parser.add_argument("--steps", type=int, help="2 or more, in place of what fits the time")
+    parser.add_argument("--tokens", type=float, default=50e6, help="per seed and rule")
+    parser.add_argument("--batch", type=int, help="sequences, in place of the stages' own")
     parser.add_argument("--seeds", type=int, help="in place of the stages' own")
+    parser.add_argument("--rules", help="these of each stage, as numbers: 0,1,6")
+    parser.add_argument("--with", dest="others", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    done, start, stages = [], None, args.stages.split(",")
-    seconds = args.seconds / sum(STAGES[stage][2] for stage in stages)
-    for stage in stages:
-        begin, (_, seeds, share, rules) = time.perf_counter(), STAGES[stage]
+    done = [run for other in args.others for run in json.loads(other.read_text())["runs"]]
+    start = None
+    for stage in args.stages.split(",") if args.stages else ():
+        seeds, rules = STAGES[stage]
         if stage == "tuned" and start is None:
             raise SystemExit('"tuned" goes on from what "small" trains: put that before it')
-        given, seeds = start if stage == "tuned" else None, args.seeds or seeds
-        steps = args.steps
-        if steps is None:
-            for n in (2, 8):  # the first two steps compile
-                step = train(stage, seeds, ("8bit", 0.95, 1.0), n, given)["step"]
-            steps = max(10, int(share * seconds / len(rules) / step) - 5)
-        runs = []
+        given = start if stage == "tuned" else None
+        if args.rules:
+            rules = [rules[int(number)] for number in args.rules.split(",")]
         for rule in rules:
-            runs.append(train(stage, seeds, rule, steps, given))
-            weights = runs[-1].pop("weights")
-            if stage == "small" and rule == rules[0]:
+            run = train(stage, args.seeds or seeds, rule, args.tokens, args.batch, given)
+            weights = run.pop("weights")
+            if stage == "small" and start is None:
                 start = weights
-        report(runs)
-        print(f"  {seeds} seeds, {time.perf_counter() - begin:.0f} s", flush=True)
-        done += runs
-        if args.out:
-            args.out.write_text(json.dumps({**about(DEVICE), "runs": done}, indent=1) + "\n")
+            done.append(run)
+            print(f"{stage} {run['rule']}: {run['losses']}, {run['seconds']:.0f} s", flush=True)
+            if args.out:
+                text = json.dumps({**about(DEVICE), "runs": done}, indent=1)
+                args.out.write_text(text + "\n")
+    for stage in STAGES:
+        report([run for run in done if run["stage"] == stage])
+    if args.out:
+        args.out.write_text(json.dumps({**about(DEVICE), "runs": done}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

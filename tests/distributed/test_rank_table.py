@@ -21,6 +21,8 @@ LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
+if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
+    LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
 RESUME = ["step", *(call for each in TRANSFERS for call in (each, "step")), "compact", "step"]
 RESUME += ["load_values", "as it is", "step", *["model_last", "step"] * 2, "other_model", "step"]

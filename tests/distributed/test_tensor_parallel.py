@@ -142,8 +142,7 @@ def multiply_codes(rank: int, weights: str, width: int, activations: bool, gradi
         part = nn.Parameter(type(weight)(shape, weight.dtype, weight.quantizer, weight.inner))
         # Where the parts of a sum are added, torch gives each its share of the bias.
         bias = of_whole.bias.chunk(2)[rank] if dim == 0 else of_whole.bias / 2
-        x = torch.randn(128, weight.shape[1], dtype=torch.bfloat16)
-        g = torch.randn(128, weight.shape[0], dtype=torch.bfloat16)
+        x, g = (torch.randn(128, n, dtype=torch.bfloat16, device=home()) for n in shape[::-1])
         for value in (x, g) if name == "up" else (g,):
             dist.broadcast(value, 0)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -207,7 +206,8 @@ def misuse(rank: int) -> None:
         (NVFP4Quantizer(two_dimensional=False), 32, "'up.weight' must have rowwise=True, and"),
     ]:
         for plan in (ColwiseParallel(), RowwiseParallel()):
-            layer = quantize_model(nn.ModuleDict({"up": nn.Linear(width, width)}), recipe)
+            layer = nn.ModuleDict({"up": nn.Linear(width, width, device=home())})
+            quantize_model(layer, recipe)
             with pytest.raises(ValueError, match=message):
                 parallelize_module(layer, mesh, {"up": plan})
     model = distribute(build(Recipe("float8block", activations="fake"), 256))
