@@ -1,11 +1,13 @@
 """Transpose the 4- or 8-bit codes of any number of matrices."""
 
+import functools
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     load_tile,
@@ -20,6 +22,7 @@ from fp4adam.kernels.tiles.codes import transpose_words
 # Side of a whole tile by bits, 64 bytes in either direction; and side of a tile at an edge.
 TILE = {4: 128, 8: 64}
 EDGE = 32
+ALIGNMENT = 16  # of whole tiles: in bytes, and of sizes in elements
 
 
 @triton.jit
@@ -57,15 +60,37 @@ def _transpose_kernel(table, tiles, BITS: tl.constexpr, WHOLE: tl.constexpr, SID
         tl.store(target, code, mask)
 
 
-def transpose(table: Tensor, tiles: Sequence[Tensor], *, bits: int) -> list[Launch]:
-    """The launches that write ``columnwise_data`` of a table from its ``rowwise_data``.
+def transpose(sources: Sequence[Tensor], targets: Sequence[Tensor], bits: int) -> list[Launch]:
+    """The launches that transpose codes of matrices on one device, in words and at edges.
 
-    ``tiles``: the list of whole tiles (side TILE[bits]) and the list of edge tiles (side EDGE).
+    ``sources``: uint8 [rows, cols * bits / 8]. ``targets``: uint8 [cols, rows * bits / 8]. All are
+    contiguous.
     """
-    kinds = zip(tiles, (True, False), (TILE[bits], EDGE), strict=True)
-    return [
-        Launch(
-            _transpose_kernel, len(listed), (table, listed), dict(BITS=bits, WHOLE=whole, SIDE=side)
-        )
-        for listed, whole, side in kinds
-    ]
+    columns = dict(
+        rowwise_data=[codes.data_ptr() for codes in sources],
+        columnwise_data=[codes.data_ptr() for codes in targets],
+        rows=[codes.shape[0] for codes in sources],
+        cols=[codes.shape[0] for codes in targets],
+    )
+    fields, device = zip(*columns.values(), strict=True), sources[0].device
+    aligned = tuple((a | b | rows | cols) % ALIGNMENT == 0 for a, b, rows, cols in fields)
+    regions = _regions(tuple(columns["rows"]), tuple(columns["cols"]), aligned, TILE[bits])
+    table, launches = tile_lists.table(columns, device), []
+    for listed, whole, side in zip(regions, (True, False), (TILE[bits], EDGE), strict=True):
+        tiles = tile_lists.tile_list(listed, (side, side), device)
+        constexprs = dict(BITS=bits, WHOLE=whole, SIDE=side)
+        launches.append(Launch(_transpose_kernel, len(tiles), (table, tiles), constexprs))
+    return launches
+
+
+@functools.lru_cache(maxsize=64)
+def _regions(
+    rows: tuple[int, ...], cols: tuple[int, ...], aligned: tuple[bool, ...], side: int
+) -> tuple[tuple[tile_lists.Region, ...], ...]:
+    """The regions that whole tiles cover, and those at edges."""
+    whole, edge = [], []
+    for i, (m, n, is_aligned) in enumerate(zip(rows, cols, aligned, strict=True)):
+        bottom, right = (m // side * side, n // side * side) if is_aligned else (0, 0)
+        whole.append((i, 0, bottom, 0, right))
+        edge += [(i, 0, bottom, right, n), (i, bottom, m, 0, n)]
+    return tuple(whole), tuple(edge)

@@ -7,7 +7,7 @@ other ranks, which the ranks exchange after measuring.
 import copy
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import compress
+from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +32,8 @@ class SpanCast:
         torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
         cast.write(values)
 
-    Values are flat, or None for an empty span, and may be different tensors at every call. The
-    number of launches does not depend on the number of spans, and nothing waits for the device.
+    Values are contiguous, of any shape, and may be different tensors at every call. The number of
+    launches does not depend on the number of spans, and nothing waits for the device.
 
     Attributes:
         spans: The spans.
@@ -61,34 +61,31 @@ class SpanCast:
         for one, usage, first, shape in places:
             one.grids[usage] = self.amaxes[first : first + shape[0] * shape[1]].view(shape)
 
-    def measure(self, values: Sequence[Tensor | None]) -> None:
+    def measure(self, values: Sequence[Tensor], outs: Sequence[Out] | None = None) -> None:
         self.amaxes.zero_()
         if self._uses_kernels:
-            return self._launches_for(values, [None] * len(values)).measure()
+            return self._launches_for(values, outs).measure()
         for one, value in zip(self.spans, values, strict=True):
-            if value is not None:
-                encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
+            encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
 
-    def write(self, values: Sequence[Tensor | None], outs: Sequence[Out] | None = None) -> None:
-        outs = [None] * len(self.spans) if outs is None else outs
+    def write(self, values: Sequence[Tensor], outs: Sequence[Out] | None = None) -> None:
         weights = [one.weight for one in self.spans]  # later it would overwrite them
         if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
-            for one, value, out in zip(self.spans, values, outs, strict=True):
+            for one, value, out in zip(self.spans, values, outs or repeat(None), strict=False):
                 one.write(value, out)
             build_gemm_scales(weights)
         mark_written(weights)
 
-    def _launches_for(self, values: Sequence[Tensor | None], outs: Sequence[Out]) -> "CastLaunches":
+    def _launches_for(self, values: Sequence[Tensor], outs: Sequence[Out] | None) -> "CastLaunches":
         """The launches on this memory: those of the last call, if it was the same."""
         from fp4adam.distributed.cast_launch import CastLaunches
 
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        tensors = [one.weight.inner for one in self.spans]
-        memory = [None if x is None else (x.data_ptr(), x.dtype) for x in values]
-        memory += [x.data_ptr() for out in outs for x in as_pair(out) if x is not None]
-        known = stream, tensors, memory
+        given = [x for out in outs or () for x in as_pair(out)]
+        memory = [*map(Tensor.data_ptr, values)], [x if x is None else x.data_ptr() for x in given]
+        known = stream, memory, [x.dtype for x in values]
         if self._launches is None or self._known != known:
             self._launches = CastLaunches(self.spans, values, outs, self.device)
             self._known = known
@@ -150,11 +147,8 @@ class LocalCast(SpanCast):
         part.spans = [*compress(self.spans, chosen)]
         return part
 
-    def measure(self, values: Sequence[Tensor]) -> None:
-        super().measure([value.view(-1) for value in values])
-
     def write(self, values: Sequence[Tensor]) -> None:
-        super().write([value.view(-1) for value in values])
+        super().write(values)
         build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
         for tensor in self._tensors:
             shared = tensor._shared

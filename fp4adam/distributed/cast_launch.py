@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from fp4adam.distributed.cast_span import CastSpan, Out
 from fp4adam.kernels import cast
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.launch import launch_all
-from fp4adam.kernels.launch.schema import table_row
+from fp4adam.kernels.launch.schema import CAST
 from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantizer import Quantizer
@@ -31,18 +32,19 @@ class _Key(NamedTuple):
 class CastLaunches:
     """The launches that cast spans with values at fixed addresses; each can be repeated.
 
-    Values and memory for codes are None for an empty span, and for the weight's own memory.
+    Memory for codes is None for the weight's own memory.
     """
 
     def __init__(
         self,
         spans: Sequence[CastSpan],
-        values: Sequence[Tensor | None],
-        outs: Sequence[Out],
+        values: Sequence[Tensor],
+        outs: Sequence[Out] | None,
         device: torch.device,
     ) -> None:
-        fields = [*map(_fields, spans, values, outs)]
-        self._table = table = tile_lists.table([table_row(**each) for each in fields], device)
+        fields = [*map(_fields, spans, values, outs or repeat(None))]
+        columns = {name: [each.get(name, 0) for each in fields] for name in CAST}
+        self._table = table = tile_lists.table(columns, device)
         self._measures, self._writes = [], []
         for key, chunks in _chunks(spans, device):
             layout = key.quantizer.layout
@@ -72,11 +74,10 @@ class CastLaunches:
         launch_all(self._table, self._writes)
 
 
-def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
+def _fields(one: CastSpan, value: Tensor, out: Out) -> dict[str, int]:
     (rows, cols), start, stop = one.span
     fields = {"start": start, "stop": stop, "rows": rows, "cols": cols}
-    if value is not None:
-        fields["value"] = value.data_ptr() - start * value.element_size()
+    fields["value"] = value.data_ptr() - start * value.element_size()
     inner = one.weight.inner.addresses()
     if one.amax is not None:
         fields["tensor_amax"] = one.amax.data_ptr()
@@ -91,7 +92,7 @@ def _fields(one: CastSpan, value: Tensor | None, out: Out) -> dict[str, int]:
 
 def _tiles(
     spans: Sequence[CastSpan],
-    values: Sequence[Tensor | None],
+    values: Sequence[Tensor],
     fields: list[dict[str, int]],
     device: torch.device,
 ) -> list[tuple[_Key, list[Tensor]]]:

@@ -54,7 +54,7 @@ class CastSpan:
             for usage in self.layout.blocks
         }
 
-    def write(self, value: Tensor | None, out: Out) -> None:
+    def write(self, value: Tensor, out: Out) -> None:
         """Write all scales of the weight, and the codes of the span, by operators."""
         quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight.inner
         if self.amax is not None:
@@ -66,9 +66,8 @@ class CastSpan:
             if layout.scale_type is not None:
                 stored = encoding.stored_scales(layout, tensors, usage, self.span.shape)
                 stored.copy_(scales)
-        if value is not None:
-            targets = self.targets(out)
-            encoding.write_codes(quantizer, value, self.span, self.dtype, factors, targets)
+        targets = self.targets(out)
+        encoding.write_codes(quantizer, value, self.span, self.dtype, factors, targets)
 
 
 def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:

@@ -10,6 +10,7 @@ from fp4adam.distributed.cast import cast
 from fp4adam.distributed.dtensor import dtensor_class, local
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
+from fp4adam.tensors.rows import replace_init_val
 
 
 def parallel_infos(shard: QuantizedTensor) -> tuple[ShardInfo, ...]:
@@ -49,9 +50,7 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         value = shard.written_value()
         value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
-        if shared.init_val is not None or shared.stepped_by:
-            # The master weight must start from what has been quantized.
-            shared.init_val = value
+        replace_init_val(shard, value)  # a master starts from what has been quantized
     shared.unsettled = False
 
 

@@ -60,7 +60,9 @@ def quantize_master_weights(
         NotImplementedError: If columnwise codes of another package's tensor cannot be dropped.
         RuntimeError: Without a process group. In both cases nothing has changed.
     """
-    plan = _plan_for(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    # Else torch would call Python for each attribute of each weight.
+    with torch._C.DisableTorchFunctionSubclass():
+        plan = _plan_for(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     if not manual_post_all_gather_processing:
         for one in plan.borrowed.values():
             _check_drops_columnwise(one)
@@ -74,7 +76,7 @@ def quantize_master_weights(
     for i, weight in enumerate(model_weights):
         plan.borrowed.get(i, weight).clear_high_precision_init_val()
     plan.scales_of_others.read()
-    plan.cast.measure(plan.values)
+    plan.cast.measure(plan.values, plan.outs)
     # As integers, which order as these floats do, NaN is the largest on every rank.
     dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
     plan.cast.write(plan.values, plan.outs)
@@ -100,7 +102,7 @@ class _Plan(NamedTuple):
     borrowed: dict[int, BorrowedTensor]
     cast: PartialCast
     scales_of_others: ScaleWriteback
-    values: list[Tensor | None]
+    values: list[Tensor]
     outs: list[Out] | None
 
 
@@ -126,12 +128,15 @@ def _plan_for(
     tensors, borrowed = _quantized(model_weights)
     for i, weight in enumerate(tensors):
         _check_weight(i, weight, tensors[0])
-    parts = [*map(_part, range(len(tensors)), tensors, master_weights, start_offsets)]
-    values, starts = [value for value, _ in parts], [start for _, start in parts]
-    sizes = [0 if value is None else value.numel() for value in values]
+        if master_weights[i] is not None:
+            _check_master(i, weight, master_weights[i], start_offsets[i])
+    empty = torch.empty(0, device=tensors[0].device if tensors else None)
+    values = [empty if master is None else master for master in master_weights]
+    starts = [0 if one is empty else start_offsets[i] for i, one in enumerate(values)]
+    sizes = [value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
-    storages = [(tensor.inner, tensor.quantizer) for tensor in tensors]
-    known = [borrowed, storages, starts, sizes, dtypes]
+    storages = [tensor._shared.tensors for tensor in tensors]
+    known = [borrowed, storages, [one.quantizer for one in tensors], starts, sizes, dtypes]
     plan = _plans.get(model_weights[0]) if tensors else None
     if plan is None or plan.known != known:
         aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
@@ -162,12 +167,7 @@ def _check_weight(i: int, weight: Tensor, first: Tensor) -> None:
         )
 
 
-def _part(
-    i: int, weight: QuantizedTensor, master: Tensor | None, start: int | None
-) -> tuple[Tensor | None, int]:
-    """A slice of a flattened master, and the index of its first element."""
-    if master is None:
-        return None, 0
+def _check_master(i: int, weight: QuantizedTensor, master: Tensor, start: int | None) -> None:
     if not isinstance(master, Tensor) or start is None:
         raise ValueError(
             f"master_weights[{i}] must be a tensor with a start_offsets[{i}], got a "
@@ -189,7 +189,6 @@ def _part(
             f"master_weights[{i}] must lie inside its weight of {weight.numel()} elements, got "
             f"[{start}, {start + master.numel()}); count elements of the flattened weight"
         )
-    return master.view(-1), start
 
 
 def _check_out(i: int, one: CastSpan, out: Out) -> None:
@@ -225,7 +224,8 @@ def _quantized(
     weights: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
-    foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
+    others = (i for i, w in enumerate(weights) if not isinstance(w, QuantizedTensor))
+    foreign = (i for i in others if isinstance(weights[i], Tensor) and is_foreign(weights[i]))
     borrowed = {i: borrow(weights[i]) for i in foreign}
     return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)], borrowed
 
@@ -276,7 +276,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     for i, tensor in enumerate(tensors):
         if "columnwise_data" in tensor.quantizer.layout.rows_per_entry:
             continue  # MXFP8: columnwise codes are gathered
-        check_square(i, tensor, "model_weights")
+        check_square(i, tensor)
         square.append(tensor)
     build_columnwise(square)
     for one in borrowed.values():

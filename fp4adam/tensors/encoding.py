@@ -123,7 +123,7 @@ def write_codes(
 
 def _around(x: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
     values = x.new_zeros(span.shape, dtype=torch.float32)
-    values.view(-1)[span.start : span.stop] = x.detach().to(dtype).float()
+    values.view(-1)[span.start : span.stop] = x.detach().to(dtype).float().view(-1)
     return values
 
 

@@ -226,12 +226,10 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
         source = source.float()
     source = source.expand(out.shape) if source.shape != out.shape else source
     value = source.pending_value() if isinstance(source, QuantizedTensor) else source
+    shared = out._shared
     if value is None:
         out._write(source, non_blocking)
-        return out
-    shared = out._shared
-    is_same = _reads_as(out, value)
-    if not is_same:
+    elif not _reads_as(out, value):
         if shared.is_copy and not isinstance(out, torch.nn.Parameter):
             shared.is_copy = False  # warns once, of values that come as averages do, by detach()
             warnings.warn(
@@ -245,10 +243,10 @@ def _copy_(func: Callable, out: Tensor, source: Tensor, non_blocking: bool = Fal
             left = shared.left._alias(tuple(out.shape), out._start, out._start_col)
             source = left if _reads_as(left, value) else source
         out._write(source, non_blocking)
-    if shared.rows_share_scales:
-        # Whatever happened here, other ranks may write theirs, and these rows are quantized again.
+    elif shared.rows_share_scales:
+        # Other ranks may write theirs, and then these rows are quantized again.
         rows.keep_left(out)
-        if is_same and shared.stepped_by and out._high_precision_init_val is None:
+        if shared.stepped_by and out._high_precision_init_val is None:
             rows.replace_init_val(out, value)
         shared.unsettled = True
         mark_written([out])

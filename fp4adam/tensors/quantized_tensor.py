@@ -180,6 +180,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered; call reshard() of its module first"
             )
+        # Ranks settle together, whatever each of them was given.
+        shared.unsettled |= shared.rows_share_scales
         if not plain and x._window() == self._window():
             return  # loading an alias of itself, such as a tensor from state_dict()
         is_new = shared.first_row is None
@@ -232,8 +234,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
 
     @_high_precision_init_val.setter
     def _high_precision_init_val(self, value: Tensor | None) -> None:
-        if rows.is_all(self):  # that of a slice belongs to the other rows too
-            self._shared.init_val = value
+        if value is not self._shared.init_val and rows.is_all(self):
+            self._shared.init_val = value  # that of a slice belongs to the other rows too
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], Tensor]:

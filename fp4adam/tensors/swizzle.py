@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import table_row
+from fp4adam.kernels.launch.schema import SWIZZLE
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import round_up
 
@@ -103,13 +103,11 @@ def _launch(scales: list[ScalePair], undo: bool) -> Launch:
     device = scales[0].plain.device
     rows, regions = [], []
     for i, (plain, swizzled, repeats) in enumerate(scales):
-        fields = dict(plain=plain.data_ptr(), swizzled=swizzled.data_ptr(), repeats=repeats)
-        fields |= dict(scale_rows=plain.shape[0] * repeats, scale_cols=plain.shape[1])
-        fields |= dict(row_stride=plain.stride(0), col_stride=plain.stride(1))
-        rows.append(table_row(**fields))
+        addresses, (height, width) = (plain.data_ptr(), swizzled.data_ptr()), plain.shape
+        rows.append((*addresses, height * repeats, width, *plain.stride(), repeats))
         regions.append((i, 0, swizzled.shape[0], 0, swizzled.shape[1]))
-    tiles = tile_lists.tile_list(regions, swizzle.TILE, device)
-    return swizzle.swizzle(tile_lists.table(rows, device), tiles, undo=undo)
+    table = tile_lists.table(dict(zip(SWIZZLE, zip(*rows, strict=True), strict=True)), device)
+    return swizzle.swizzle(table, tile_lists.tile_list(regions, swizzle.TILE, device), undo=undo)
 
 
 def row_by_row(swizzled: Tensor, rows: int, blocks: int) -> Tensor:

@@ -9,33 +9,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam.kernels.launch import tile_lists
-from fp4adam.kernels.launch.schema import table_row
 from fp4adam.tensors import backend
 
 if TYPE_CHECKING:
-    from fp4adam.kernels.launch.launch import Launch
     from fp4adam.tensors.quantized_tensor import QuantizedTensor
-
-ALIGNMENT = 16  # in bytes, and of sizes in elements, for the kernel that transposes whole words
+    from fp4adam.tensors.storage import Storage
 
 
 def build_columnwise(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rebuild the columnwise codes of tensors that have some from rowwise ones, in place.
+    """Rebuild the columnwise codes of tensors with square blocks that have some, in place.
 
-    At most two launches per code width and device; ValueError if a tensor has no square blocks.
+    At most two launches per code width and device.
     """
-    groups: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    groups: dict[tuple[torch.device, int], list[Storage]] = defaultdict(list)
     written: list[Tensor] = []
-    for i, tensor in enumerate(tensors):
-        check_square(i, tensor)
-        codes, columnwise = tensor.inner.rowwise_data, tensor.inner.columnwise_data
-        if columnwise is not None:
-            kind = tensor.device, tensor.quantizer.layout.code_type.bits
-            groups[kind].append((codes, columnwise))
-            written += tensor, columnwise
-    for (device, bits), pairs in groups.items():
-        transpose_codes(pairs, bits, device)
+    for tensor in tensors:
+        inner = tensor.inner
+        if inner.columnwise_data is not None:
+            kind = inner.rowwise_data.device, tensor.quantizer.layout.code_type.bits
+            groups[kind].append(inner)
+            written += tensor, inner.columnwise_data
+    for (_, bits), alike in groups.items():
+        columnwise = [one.columnwise_data for one in alike]
+        transpose_codes([one.rowwise_data for one in alike], columnwise, bits)
     torch.autograd.graph.increment_version(written)
 
 
@@ -45,7 +41,7 @@ def transposed_codes(codes: Tensor, bits: int) -> Tensor:
         return _transposed(codes, bits)
     rows, width = codes.shape
     transposed = codes.new_empty(width * 8 // bits, rows * bits // 8)
-    transpose_codes([(codes, transposed)], bits, codes.device)
+    transpose_codes([codes], [transposed], bits)
     return transposed
 
 
@@ -56,41 +52,27 @@ def _transposed(codes: Tensor, bits: int) -> Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def check_square(i: int, tensor: QuantizedTensor, name: str = "tensors") -> None:
+def check_square(i: int, tensor: QuantizedTensor) -> None:
     """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
     quantizer = tensor.quantizer
     if quantizer.columnwise and not (quantizer.layout.is_square and quantizer.rowwise):
         raise ValueError(
-            f"{name}[{i}] must have square blocks and rowwise data to build columnwise data from, "
-            f"got a {type(tensor).__name__} with {quantizer}; set two_dimensional=True and "
+            f"model_weights[{i}] must have square blocks and rowwise data to build columnwise data "
+            f"from, got a {type(tensor).__name__} with {quantizer}; set two_dimensional=True and "
             "rowwise=True if its format has square blocks, else quantize both directions"
         )
 
 
-def transpose_codes(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> None:
-    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8], contiguous."""
-    if not backend.uses_kernels(device):
-        for source, target in pairs:
+def transpose_codes(sources: list[Tensor], targets: list[Tensor], bits: int) -> None:
+    """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8], contiguous.
+
+    All are on one device.
+    """
+    if not backend.uses_kernels(sources[0].device):
+        for source, target in zip(sources, targets, strict=True):
             target.copy_(_transposed(source, bits))
-    elif pairs:
-        from fp4adam.kernels.launch.launch import launch_all
+        return
+    from fp4adam.kernels.launch.launch import launch_all
+    from fp4adam.kernels.transpose import transpose
 
-        launch_all(pairs[0][0], _launches(pairs, bits, device))
-
-
-def _launches(pairs: list[tuple[Tensor, Tensor]], bits: int, device: torch.device) -> list[Launch]:
-    from fp4adam.kernels import transpose
-
-    rows, whole, edge, side = [], [], [], transpose.TILE[bits]
-    for i, (source, target) in enumerate(pairs):
-        m, n = source.shape[0], target.shape[0]
-        codes = source.data_ptr(), target.data_ptr()
-        fields = dict(rowwise_data=codes[0], columnwise_data=codes[1], rows=m, cols=n)
-        rows.append(table_row(**fields))
-        aligned = not any(field % ALIGNMENT for field in (*codes, m, n))
-        bottom, right = (m // side * side, n // side * side) if aligned else (0, 0)
-        whole.append((i, 0, bottom, 0, right))
-        edge += [(i, 0, bottom, right, n), (i, bottom, m, 0, n)]
-    sides = (whole, side), (edge, transpose.EDGE)
-    tiles = [tile_lists.tile_list(listed, (side, side), device) for listed, side in sides]
-    return transpose.transpose(tile_lists.table(rows, device), tiles, bits=bits)
+    launch_all(sources[0], transpose(sources, targets, bits))

@@ -49,14 +49,6 @@ COLUMNS = {name: i for columns in (STEP, CAST, SWIZZLE) for i, name in enumerate
 TABLE_WIDTH = len(STEP)
 
 
-def table_row(**fields: int) -> list[int]:
-    """A row of a table, from columns by name: 0 in all that are not given."""
-    row = [0] * TABLE_WIDTH
-    for name, number in fields.items():
-        row[COLUMNS[name]] = number
-    return row
-
-
 # One float32 row per set of scalars. The first eight are those of ``fp4adam.optim.adam.Scalars``.
 SCALAR_COLUMNS = (
     "grad_factor",

@@ -1,13 +1,13 @@
 """Tile lists, and tables and tile lists that stay on a device."""
 
 import functools
-from itertools import chain
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import upload
-from fp4adam.kernels.launch.schema import TABLE_WIDTH
+from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
 
 # (tensor, first row, end row, first column, end column); ends are exclusive.
 Region = tuple[int, int, int, int, int]
@@ -35,9 +35,10 @@ def tile_grid(region: Region, tile: tuple[int, int], band: int | None = None) ->
     return tiles
 
 
-def table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """A table, int64 [n_tensors, 20], from rows by ``schema.table_row``."""
-    return _table(tuple(chain.from_iterable(rows)), device, _stream(device))
+def table(columns: Mapping[str, Iterable[int]], device: torch.device) -> Tensor:
+    """A table, int64 [n_tensors, 20], of columns by name: 0 in all that are not given."""
+    columns = tuple((name, tuple(numbers)) for name, numbers in columns.items())
+    return _table(columns, device, _stream(device))
 
 
 def tile_list(regions: list[Region], tile: tuple[int, int], device: torch.device) -> Tensor:
@@ -51,9 +52,13 @@ def _stream(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _table(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    words = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return _on_device(words.view(-1, TABLE_WIDTH), device)
+def _table(
+    columns: tuple[tuple[str, tuple[int, ...]], ...], device: torch.device, stream: int
+) -> Tensor:
+    words = torch.zeros(len(columns[0][1]), TABLE_WIDTH, dtype=torch.int64, device="cpu")
+    for name, numbers in columns:
+        words[:, COLUMNS[name]] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return _on_device(words, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -63,8 +63,7 @@ def cast_in_shards(
     for rank in range(len(cuts[0]) - 1):
         bounds = [(own[rank], own[rank + 1]) for own in cuts]
         own = [
-            None if start == stop else value[start:stop].clone()
-            for value, (start, stop) in zip(values, bounds, strict=True)
+            value[start:stop].clone() for value, (start, stop) in zip(values, bounds, strict=True)
         ]
         sizes = [stop - start for start, stop in bounds]
         cast = PartialCast(weights, [start for start, _ in bounds], sizes, dtypes)
@@ -237,5 +236,5 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
 def test_transposed_codes_are_the_golden_ones(size, path_device):
     packed = torch.from_numpy(read_arrays("transpose")[f"packed_{size}"].copy()).to(path_device)
     out = packed.new_zeros(2 * packed.shape[1], packed.shape[0] // 2)
-    transpose_codes([(packed, out)], 4, packed.device)
+    transpose_codes([packed], [out], 4)
     assert sha16(out.cpu()) == read_index()["transposed_sha16"][size]

@@ -19,10 +19,8 @@ ALL += ["step", "load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
-LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "load_values", "write_states")}
+LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
-# Of whole quantized weights rank 0 alone would write bytes, and wait for values of the others.
-LEFT_OUT |= {"parallel": ("whole, from rank 0",)}
 if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
     LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
@@ -161,7 +159,7 @@ MORE_TRAINED = [
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
     (3, "root", "float8block-fp32", 5, 16),
-    (2, "parallel", "mxfp8", 256, 64),
+    (2, "parallel", "nvfp4", 256, 64),
     *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "16-bit rest", "offloaded")),
     *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
 ]
@@ -170,7 +168,7 @@ MORE_RESUMED = [
     (4, "hybrid", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),
-    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS if recipe != "mxfp8"),
+    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS[1:]),
     *((2, "root", "float8block", 64, 32, s) for s in ("8bit", "fp8", "fp16 masters")),
     (2, "root", "float8block", 64, 32, "any optimizer"),
 ]

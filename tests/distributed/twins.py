@@ -483,7 +483,8 @@ def load_values(twin: Twin, seed: int) -> None:
 def reload(twin: Twin, seed: int) -> None:
     for model, optimizer in zip(twin.models, twin.optimizers, strict=True):
         model.load_state_dict(model.state_dict())
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.load_state_dict(saved := copy.deepcopy(optimizer.state_dict()))
+        torch.utils._pytree.tree_map_only(Tensor, Tensor.zero_, saved["state"])  # nothing is shared
 
 
 def load_whole(twin: Twin, seed: int, put: StateDictOptions = FULL) -> None:
@@ -504,6 +505,8 @@ def transfer(
     twin: Twin, seed: int, get: StateDictOptions, put: StateDictOptions | None = None
 ) -> None:
     """Other model and optimizer over ranks take what the last ones hold."""
+    alone = twin.optimizers[0]  # loading rounds masters to int8 that no step has rounded
+    alone.load_state_dict(copy.deepcopy(alone.state_dict()))
     states = get_state_dict(twin.model, twin.optimizers[1], options=get)
     twin.renew()
     set_states(twin, states, put or get)
