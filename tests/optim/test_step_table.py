@@ -280,7 +280,7 @@ def scenario(function: Callable[[Run, Oracle], object]) -> Callable[[Run, Oracle
 @move
 def step_of_some(run: Run, oracle: Oracle, seed: int) -> None:
     """Each parameter has its own step count."""
-    both(run, oracle, seed, absent=((1, 3), (0, 2), (2,))[seed % 3])
+    both(run, oracle, seed, absent=((2,), (0, 2), (1, 3))[seed % 3])
 
 
 @move
@@ -335,6 +335,8 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     run.grad(1).mul_(2)
     with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
         run.optimizer.step()
+    run.optimizer.zero_grad()  # begins anew
+    both(run, oracle, seed)
     run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).to(norm.dtype))
@@ -708,7 +710,7 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
         pytest.skip("what narrow masters are to other bytes is for tests of their own")
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
     model, state = through_a_file((plain, run.optimizer.state_dict()))
-    fresh = Run(run.case, run.device, run.path)
+    fresh = Run(run.case, run.device, run.path) if seed % 2 else run
     fresh.model.load_state_dict(model)
     fresh.optimizer.load_state_dict(state)
     run.model, run.optimizer = fresh.model, fresh.optimizer
@@ -776,10 +778,11 @@ def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
 def own_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
     """As trainers do with what they have just saved; nothing is shared with it."""
     saved = getattr(run.optimizer, "compact_state_dict", run.optimizer.state_dict)()
-    kept = copy.deepcopy(saved)
     run.optimizer.load_state_dict(saved)
+    for state in saved["state"].values():
+        for value in filter(torch.is_tensor, state.values()):
+            value.zero_()
     both(run, oracle, seed)
-    assert_identical(saved, kept)
 
 
 @move
