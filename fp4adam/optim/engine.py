@@ -319,7 +319,6 @@ class Engine:
     # Masters
 
     def reset_masters(self, params: Sequence[Tensor]) -> None:
-        self.drop_plan()
         settle_written(sharded_weights(params))
         for member in [self.targets[param] for param in params]:
             state, master = self.states.get(member.owner, {}), {}

@@ -304,6 +304,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",
         "torch.sparse_coo", "SparseAdam")),
+    "parameter in 8 bits": (of(lambda s: [nn.Parameter(torch.ones(4).to(E4M3))]), T, (
+        "must be float64", "float8_e4m3fn", "make_trainable")),
     "result of an operation": (of(lambda s: [s.weight.clone()]), V, ("non-leaf",)),
     "weight made in inference mode": (of(inference_weight), R, ("must be ordinary tensors",
         "got one that was made in inference mode", "clone the parameter")),

@@ -10,6 +10,8 @@ import helpers
 from fp4adam import Float8BlockQuantizer, FP4Adam, FusedAdam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group
+from fp4adam.optim.adam import adam_scalars
+from fp4adam.optim.update_bound import ratio_after
 from helpers import RECIPES, assert_identical, assert_same_training, make_weight, randn
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -62,6 +64,9 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
     assert trained._whole.plan is plan
     counts = [trained.state[param]["step"].item() for param in params]
     assert counts == [5, 5, 5, 5]
+    plan.counter.regroup([True] * 4)
+    bound = ratio_after(5, adam_scalars(trained.param_groups[0], 1))
+    assert plan.counter._ratios == pytest.approx([bound] * 4)
     trained.load_state_dict(trained.state_dict())
     for skipped in (1, 2):  # those without a gradient are planned as well
         set_grads(params, 6, skip=(skipped,))

@@ -711,6 +711,7 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
     model, state = through_a_file((plain, run.optimizer.state_dict()))
     fresh = Run(run.case, run.device, run.path) if seed % 2 else run
+    fresh.step(fresh.grads(seed))  # which goes back
     fresh.model.load_state_dict(model)
     fresh.optimizer.load_state_dict(state)
     run.model, run.optimizer = fresh.model, fresh.optimizer
@@ -891,7 +892,7 @@ def before_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], ob
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 SCENARIOS |= {
     f"{name}, first": functools.partial(before_steps, move=MOVES[name])
-    for name in ("lr_zero", "some_overwritten", "deepcopy_")
+    for name in ("lr_zero", "some_overwritten", "deepcopy_", "under_other_defaults")
 }
 
 
@@ -902,9 +903,11 @@ QUICK = {"operators": 9, "kernels": 1, "offload": 2, "release": 3, "any optimize
 NOT_TAKEN = {
     "release": (
         "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
+        "under_other_defaults, first",
     ),
     "any optimizer": (
         "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
+        "under_other_defaults, first",
         "release_that_fails", "refused_states", "resumed, compact", "resumed, compact, model first",
         "resumed_in_other_storage", "through_the_other_layout", "states_set_by_name",
         "initialized_before_the_first_step",
