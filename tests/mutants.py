@@ -7,7 +7,7 @@
    files run again when they or files that they reach have changed. ``--record FILE`` does this
    alone; ``--coverage FILE`` takes what another machine has recorded, without what has changed.
 2. Of all mutants of the folders, a sample is drawn: one per line, so each folder has its share.
-3. Each mutant gets tests that reach its line, the fastest of each file first, until one fails or
+3. Each mutant gets tests that reach its line, the fastest of each kind first, until one fails or
    ``--seconds`` of tests have passed. Tests that fail without a mutant, too, do not count.
 
 ``--matrix`` runs all tests of a mutant, where one failure would do, and reports what each test
@@ -327,7 +327,8 @@ class Record:
     def reached(self) -> tuple[dict[tuple[str, int], list[str]], dict[str, float]]:
         """By file and line, tests; and seconds by test.
 
-        Tests of a line begin with the fastest of each test file, then follow the second fastest.
+        Tests of a line begin with the fastest of each kind: a function with the first of its
+        parameters, such as a scenario or a misuse. Then follow the second fastest.
         """
         times: dict[str, float] = {}
         ranked: dict[tuple[str, int], list] = defaultdict(list)
@@ -336,7 +337,10 @@ class Record:
             for path, lines in record["lines"].items():
                 for line, numbers in {} if path in self.stale else lines.items():
                     some = sorted((record["tests"][n] for n in numbers), key=lambda test: test[1])
-                    ranked[path, int(line)] += [(i, s, test) for i, (test, s) in enumerate(some)]
+                    turns = defaultdict(itertools.count)
+                    for test, s in some:
+                        turn = next(turns[test.split("-")[0]])
+                        ranked[path, int(line)].append((turn, s, test))
         return {at: [test for *_, test in sorted(some)] for at, some in ranked.items()}, times
 
 
@@ -470,7 +474,7 @@ class Judge:
             if total + self.times[test] <= self.options.seconds or not chosen:
                 chosen.append(test)
                 total += self.times[test]
-        return chosen[:400]
+        return chosen[:600]
 
     def run(self, folder: Path, tests: list[str], *options: str) -> tuple[str, list[str]]:
         """How a run of tests ends, and what has failed: tests, or files without any."""

@@ -97,8 +97,8 @@ def check_param(options: Options, param: Tensor) -> None:
         )
     if param.requires_grad:
         _check_dtype(name, param)
-    inner = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
-    if any(map(Tensor.is_inference, inner)):
+    tensors = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
+    if next(iter(tensors)).is_inference():
         raise RuntimeError(
             f"parameters must be ordinary tensors for {name}, got one that was made in inference "
             "mode; build or quantize the model outside torch.inference_mode(), or clone the "

@@ -60,8 +60,7 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         scales_of_others = ScaleWriteback(borrowed)
         scales_of_others.read()
         for tensor, of_one in zip(tensors, parts, strict=True):
-            values = [part.detach().contiguous() for part in of_one]
-            tensor.quantize_(values[0] if len(values) == 1 else torch.cat(values))
+            tensor.quantize_(of_one[0] if len(of_one) == 1 else torch.cat(of_one))
         scales_of_others()
         torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
 

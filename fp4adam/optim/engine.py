@@ -144,8 +144,8 @@ class Engine:
     # What engines with offloaded states do in another way
 
     def forget(self) -> None:
-        """Drop the plan and its counts, and pending clipping, after states have been loaded."""
-        self.plan, self._planned, self.clipping = None, (), None
+        """Drop the plan and its counts, after states have been loaded."""
+        self.plan, self._planned = None, ()
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
@@ -319,7 +319,6 @@ class Engine:
     # Masters
 
     def reset_masters(self, params: Sequence[Tensor]) -> None:
-        self.drop_plan()
         settle_written(sharded_weights(params))
         for member in [self.targets[param] for param in params]:
             state, master = self.states.get(member.owner, {}), {}

@@ -140,8 +140,8 @@ class GradientRelease:
                 "parameters have been stepped with those of one rank; use fully_shard, or remove() "
                 "the handle, and load a checkpoint"
             )
+        engine.check_call()
         for unit in waiting:
-            unit.check_call()
             unit.check()
         for unit in waiting:
             self._step(unit, engine)

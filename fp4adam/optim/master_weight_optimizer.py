@@ -369,4 +369,4 @@ def _own_part(param: Tensor, value: Any) -> Any:
         return copy.deepcopy(value)  # such as lists of tensors, which torch.optim would share
     if is_dtensor(param) and value.shape == param.shape:
         return like(param, part_for(param, value).clone())
-    return value.detach().clone()
+    return value.clone()

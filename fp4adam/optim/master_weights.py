@@ -24,20 +24,16 @@ from fp4adam.optim.target import QuantizedTarget, State, Target
 
 
 def find_stale(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:
-    """The targets whose masters in ``states`` restart; marks all others.
+    """The targets whose masters in ``states`` restart.
 
     Each rank compares its own rows: not every one gets here, as FSDP2 may reallocate some shards.
     """
-    stale = set()
-    for p in targets:
-        is_new = not p.master.name or MASTER not in states.get(p.owner, {})
-        if is_new or p.owner.is_meta or p.is_unwritten():
-            continue
-        if p.stands(states[p.owner]):
-            p.record()
-        else:
-            stale.add(p)
-    return stale
+    return {
+        p
+        for p in targets
+        if p.master.name and MASTER in states.get(p.owner, {})
+        if not (p.owner.is_meta or p.is_unwritten() or p.stands(states[p.owner]))
+    }
 
 
 def find_restarting(targets: Sequence[Target], states: Mapping[Tensor, State]) -> set[Target]:

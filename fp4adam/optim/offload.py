@@ -43,7 +43,6 @@ class OffloadedEngine(Engine):
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
-        super().forget()
         self._wait()
         self._parts, self._known = [], []
         self._chunks.clear()
@@ -79,16 +78,12 @@ class OffloadedEngine(Engine):
         self.check_clip()
         for part in active:
             self._link(part)
-        clipping = self.clipping
         try:
             for part in active:
-                part.clipping = clipping
+                part.clipping = self.clipping
                 self.step_part(part, signals)
         except BaseException:
-            for param in self.params:
-                self.targets[param].forget()
             self.forget()
-            self.clipping = clipping
             raise
         self.clipping = None
 
@@ -160,11 +155,11 @@ def chunks(units: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
     Each is on one device. All ranks get the same chunks of sharded parameters.
     """
     found: list[list[Tensor]] = []
-    last: dict[torch.device, tuple[list[Tensor], int]] = {}
+    last: dict[torch.device, tuple[list[Tensor], float]] = {}
     for unit in units:
         device, size = local(unit[0]).device, sum(map(_state_bytes, unit))
-        chunk, filling = last.get(device, (None, 0))
-        if chunk is None or filling + size > CHUNK_BYTES:
+        chunk, filling = last.get(device, ([], math.inf))
+        if filling + size > CHUNK_BYTES:
             chunk, filling = [], 0
             found.append(chunk)
         chunk += unit

@@ -126,7 +126,7 @@ def digest(param: QuantizedTensor) -> Tensor:
         inner = getattr(tensors, name)
         if inner is None or not inner.numel():
             continue
-        flat = inner.contiguous().view(torch.uint8).flatten()
+        flat = inner.flatten().view(torch.uint8)
         words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
         # Sums wrap modulo 2**64. Each word is multiplied by an odd number of its position.
         factors = torch.arange(len(words), device=words.device).mul_(_ODD * 2).add_(_ODD)

@@ -261,9 +261,9 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
     for member in members:
         owner, saved = member.owner, given.get(member.owner, {})
         if REST in saved and member.master.name == REST:
-            rest = part_for(owner, saved[REST]) if is_dtensor(owner) else saved[REST]
             zeros = torch.zeros_like(member.param, dtype=torch.int16)
-            engine.states[owner][REST] = like(owner, zeros.copy_(local(rest)))
+            rest = zeros.copy_(part_for(owner, saved[REST]))
+            engine.states[owner][REST] = like(owner, rest)
             member.forget()
         elif member.master.name and (MASTER in saved or REST in saved):
             kept.append(member)

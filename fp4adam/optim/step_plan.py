@@ -45,6 +45,8 @@ class StepPlan:
     plan holds.
     """
 
+    has_run = False  # all kernels have been loaded then, so a CUDA graph can record them
+
     def __init__(
         self, members: list[Target], outsiders: list[Tensor], read_grad: ReadGrad, options: Options
     ) -> None:
@@ -89,7 +91,6 @@ class StepPlan:
             and m.param.quantizer.layout.tensor_scale == "current"
             for name in m.state_names
         ]
-        self.has_run = False  # all kernels have been loaded then, so a CUDA graph can record them
         self.counter: StepCounter | DeviceCounter
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)

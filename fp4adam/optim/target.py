@@ -222,8 +222,6 @@ class Target:
         return self._is_rounded(self.master.read(state))
 
     def _is_rounded(self, master: Tensor) -> bool:
-        if self.master.name == REST:
-            return self.master.can_hold(master)
         return torch.equal(self.param, master.to(self.param.dtype))
 
     # Its states

@@ -85,7 +85,7 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
     """
     engine = self._engine
     target = _target(engine, param, state_name)
-    value = local(unscaled_state) if isinstance(unscaled_state, Tensor) else unscaled_state
+    value = local(unscaled_state)
     _check_value(target, state_name, value)
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
         initialize_state(self, param)
@@ -137,7 +137,7 @@ def _write_state(target: Target, state: State, name: str, value: Tensor) -> None
     if name == MASTER and target.master.name != MASTER:
         adopt_master(target, value)
         return
-    plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value).contiguous()
+    plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value)
     if name != MASTER:
         StateTensor.encode(target.codecs[name], plain).store(state, name, target.owner)
     elif target.master.codec is INT8:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fp4adam import FP4Adam, MXFP4Quantizer, QuantizedTensor, quantize_model
 from fp4adam.checkpoints.export import gathered
-from fp4adam.optim.remainder import complete, split_off
+from fp4adam.optim.remainder import complete, split_off, units
 from helpers import randn, train
 from ranks import all_ranks, run_ranks
 
@@ -73,3 +73,4 @@ def test_remainders_reach_the_masters_of_saturated_codes(rounding):
     master = complete(weight, split_off(weight, values))
     # Half a gap of 2 is 119.5 units, and scales are at most 1/2.
     assert (master - values).abs().max() <= 0.5 * 0.5 * 2 / 119.5
+    assert units(weight).max().item() == pytest.approx(2 / 478)

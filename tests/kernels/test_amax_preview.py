@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp4adam import Float8Quantizer, FP4Adam, NVFP4Quantizer
 from fp4adam.kernels.amax_preview import PreviewedLaunch
 from fp4adam.optim.adam import adam_, adam_scalars
-from fp4adam.optim.update_bound import largest_update, measured_ratio, ratio_after
+from fp4adam.optim.update_bound import largest_update, measured_ratio, next_ratio, ratio_after
 from fp4adam.tensors import backend
 from helpers import assert_bytes_are_of_masters, assert_identical, random, written
 
@@ -222,6 +222,11 @@ def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
     m[3], m[5], m[-5] = 7.0, torch.nan, 2.0
     assert measured_ratio(m, v, 1e-8) == pytest.approx(49.0, rel=1e-3)
     assert measured_ratio(m.flip(0), v, 1e-8) == pytest.approx(49.0, rel=1e-3)
+    assert measured_ratio(m[3:4] * 1e-6, v[:1] * 1e-12, 1e-8) == pytest.approx(49.0, rel=1e-3)
+    for beta1 in (0.0, 0.4, 0.9):
+        scalars = adam_scalars(OPTIONS | dict(betas=(beta1, 0.99)), 1)
+        expected = beta1**2 / 0.99 * 3 + (1 - beta1) ** 2 / 0.01
+        assert next_ratio(3.0, scalars) == pytest.approx(expected)
     for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
         scalars = adam_scalars(OPTIONS | options, 1)
         assert largest_update(scalars, ratio_after(1, scalars)) == math.inf

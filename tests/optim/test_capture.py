@@ -171,14 +171,14 @@ def test_device_computes_the_scalars_of_the_host(lr, betas, eps, weight_decay, s
 
 
 def test_parameters_without_elements_are_counted(device: str) -> None:
-    params = [Parameter(torch.zeros(0, 4, device=device)), Parameter(torch.ones(4, device=device))]
+    params = [Parameter(torch.ones(n, 4, device=device)) for n in (0, 1, 0)]
     optimizer = FusedAdam(params, capturable=True)
     for overflow in (0.0, 1.0, 0.0):
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.found_inf = torch.full((1,), overflow, device=device)
         optimizer.step()
-    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 2.0]
+    assert [optimizer.state[param]["step"].item() for param in params] == [2.0] * 3
 
 
 # Replays
@@ -391,7 +391,8 @@ def test_unsupported_combinations_are_refused(device: str) -> None:
     for grad in (torch.ones(4, 8).t(), torch.ones(8, 4).double()):
         param = Parameter(torch.ones(8, 4, device=device, dtype=grad.dtype))
         param.grad = grad.to(device)
-        optimizer = FusedAdam([param], capturable=True)
+        optimizer = FusedAdam([Parameter(grad[:0].to(device)), param], capturable=True)
+        all_params(optimizer)[0].grad = torch.zeros_like(grad[:0]).to(device)
         with pytest.raises(RuntimeError, match=r"capturable=True needs parameters.*shape \(8, 4\)"):
             optimizer.step()
         assert not optimizer.state

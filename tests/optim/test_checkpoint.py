@@ -253,9 +253,10 @@ def test_only_a_step_and_a_reset_free_the_value_before_quantization() -> None:
         with torch.no_grad():
             weight.copy_(value)
         weight.requires_grad_(False).requires_grad_()
-        assert_identical(weight.get_high_precision_init_val(), value)
+        assert_identical(kept := weight.get_high_precision_init_val(), value)
         free()
         assert not hasattr(weight, "get_high_precision_init_val")
+        assert optimizer.state[weight]["master_param"].data_ptr() != kept.data_ptr()
         assert_identical(masters(optimizer), [value])
 
 

@@ -77,6 +77,7 @@ def test_one_gradient_is_alive_at_a_time(releases: bool, device: str) -> None:
 def test_microbatches_are_accumulated() -> None:
     (model, optimizer), (other, plain) = pair()
     release = optimizer._release
+    hooks = [[*param._post_accumulate_grad_hooks] for param in all_params(optimizer)]
     for seed in (0, 10):
         with release.accumulate():
             with release.accumulate():
@@ -91,6 +92,7 @@ def test_microbatches_are_accumulated() -> None:
             one.step()
             one.zero_grad()
     assert_same_training(optimizer, plain)
+    assert hooks == [[*param._post_accumulate_grad_hooks] for param in all_params(optimizer)]
 
 
 def test_two_backward_passes_need_a_step_between() -> None:
@@ -177,8 +179,17 @@ def test_what_cannot_be_released_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = math.nan
     with pytest.raises(ValueError, match="Invalid learning rate: nan"):
         mlp_loss(model).backward()
+    optimizer.zero_grad()
+    # Those of any group come before the first update.
+    with optimizer._release.accumulate():
+        mlp_loss(model).backward()
+    optimizer.add_param_group({"params": [("late", Parameter(torch.ones(3)))]})
+    all_params(optimizer)[-1].grad = torch.ones(3)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 1e-3, math.nan
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        optimizer.step()
     assert_identical([param.detach() for param in model.parameters()], before)
-    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.param_groups[1]["lr"] = 1e-3
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(mlp_loss(model)).backward()
@@ -205,7 +216,6 @@ def test_an_optimizer_that_is_gone_releases_nothing() -> None:
 def test_a_removed_release_keeps_no_parameters_alive() -> None:
     model, optimizer = pair(None)[0]
     mlp_loss(model, 0).backward()
-    optimizer.step()
     for _ in range(2):
         optimizer._release.remove()
     assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))

@@ -234,6 +234,14 @@ def overlapping(scene: Scene) -> Callable[[], object]:
     return FP4Adam(params).step
 
 
+def slice_in_a_group(scene: Scene) -> Callable[[], object]:
+    """Its other member has the gradient."""
+    params = [nn.Parameter(scene.weight.detach()[:32]), scene.model.down.weight]
+    FP4Adam([scene.weight, params[1]], scale_groups=[[scene.weight, params[1]]])
+    params[1].grad = torch.ones(64, 96)
+    return FP4Adam(params).step
+
+
 def in_inference_mode(scene: Scene) -> Callable[[], object]:
     return torch.inference_mode()(scene.optimizer.step)
 
@@ -296,6 +304,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",
         "torch.sparse_coo", "SparseAdam")),
+    "parameter in 8 bits": (of(lambda s: [nn.Parameter(torch.ones(4).to(E4M3))]), T, (
+        "must be float64", "float8_e4m3fn", "make_trainable")),
     "result of an operation": (of(lambda s: [s.weight.clone()]), V, ("non-leaf",)),
     "weight made in inference mode": (of(inference_weight), R, ("must be ordinary tensors",
         "got one that was made in inference mode", "clone the parameter")),
@@ -340,6 +350,9 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got torch.inference_mode()", "call it outside")),
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
+    "step: a slice in a group": (slice_in_a_group, N, ("whole quantized tensors", "(32, 64)")),
+    "initialize: integers": (call(lambda s: (o := FusedAdam([torch.ones(4).int()])).initialize_state(
+        o.param_groups[0]["params"][0])), R, ("floating point Tensors", "got torch.int32")),
     "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
         "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (
@@ -362,8 +375,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "must be a floating point tensor", "torch.int32", "converted")),
     "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96, 64)",
         "got (3,)", "the model that it was saved from")),
-    "state: no moment": (loading(lambda saved: saved["state"][0].pop("exp_avg")), V, (
-        "state of parameter 0 must hold step, exp_avg and exp_avg_sq",)),
+    "state: no moment": (loading(lambda saved: saved["state"][1].pop("exp_avg")), V, (
+        "state of parameter 1 must hold step, exp_avg and exp_avg_sq",)),
     "state: vector as step": (loading_state("step", torch.ones(2)), V, ("one number >= 0",)),
     "state: other groups": (loading(lambda saved: saved["param_groups"].append({"params": []})), V,
         ("different number of parameter groups",)),

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, quantize_model
 from fp4adam.optim import offload
+from fp4adam.optim.checks import check_state
 from helpers import (
     RECIPES,
     all_params,
@@ -66,6 +67,9 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     link.moved = [0, 0]
     optimizer.step()
     assert link.moved == [0, 0]
+    optimizer.enable_gradient_release()
+    take_steps(optimizer, [3])
+    assert link.pinned_bytes == size
 
 
 def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(device, link, monkeypatch):
@@ -132,6 +136,11 @@ def test_parameters_on_the_host_are_refused() -> None:
     with pytest.raises(RuntimeError, match="must be on a GPU with offload_states, got one on cpu"):
         optimizer.step()
     assert not optimizer.state
+    param, state = torch.ones(4, device="meta"), {"exp_avg": torch.zeros(4)}
+    options = optimizer._targets.options
+    check_state(param, state, options, is_offloaded=True)
+    with pytest.raises(RuntimeError, match="must have the shape and device of its parameter"):
+        check_state(param, state, options)
 
 
 def test_pinned_memory_that_runs_out_is_named(device: str) -> None:

@@ -7,9 +7,11 @@ import torch
 from triton.runtime import _async_compile
 
 import helpers
-from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8BlockQuantizer, FP4Adam, FusedAdam, MXFP8Quantizer, NVFP4Quantizer
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group
+from fp4adam.optim.adam import adam_scalars
+from fp4adam.optim.update_bound import ratio_after
 from helpers import RECIPES, assert_identical, assert_same_training, make_weight, randn
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -62,6 +64,9 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
     assert trained._whole.plan is plan
     counts = [trained.state[param]["step"].item() for param in params]
     assert counts == [5, 5, 5, 5]
+    plan.counter.regroup([True] * 4)
+    bound = ratio_after(5, adam_scalars(trained.param_groups[0], 1))
+    assert plan.counter._ratios == pytest.approx([bound] * 4)
     trained.load_state_dict(trained.state_dict())
     for skipped in (1, 2):  # those without a gradient are planned as well
         set_grads(params, 6, skip=(skipped,))
@@ -88,6 +93,43 @@ def test_unaligned_codes_take_the_slower_path(trained):
     trained.step()
     assert [member.owner is param for member in trained._whole.plan._by_operators] == [True]
     assert_goes_on_as_operators(trained)
+
+
+def test_codes_in_memory_of_others_are_watched(trained):
+    """They have versions of their own, which a step raises."""
+    params = trained.param_groups[0]["params"]
+    weights = params[:2]
+    for weight in weights:
+        weight._rowwise_data = weight._rowwise_data.clone()
+    for seed in (2, 3):
+        before = [weight._rowwise_data._version for weight in weights]
+        set_grads(params, seed)
+        trained.step()
+        after = [weight._rowwise_data._version for weight in weights]
+        assert before[0] < after[0] and before[1] < after[1]
+    weights[1]._rowwise_data.bitwise_not_()
+    with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+        trained.step()
+    assert not trained._whole.plan._by_operators
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_any_tensor_of_another_layout_takes_the_slower_path(remainders, device):
+    for name in ("", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"):
+        for relaid in (lambda x: x.t().contiguous().t(), lambda x: x.new_empty(129)[1:].view(16, 8)):
+            param = torch.nn.Parameter(randn(16, 8, device=device).bfloat16())
+            optimizer = FusedAdam([param], amsgrad=True, store_param_remainders=remainders)
+            set_grads([param], 0)
+            optimizer.step()
+            state = optimizer.state[param]
+            value = state[name] if name else param.data
+            moved = relaid(value).copy_(value)
+            if name:
+                state[name] = moved
+            else:
+                param.data = moved
+            assert_goes_on_as_operators(optimizer)
+            assert len(optimizer._whole.plan._by_operators) == 1
 
 
 # What fails

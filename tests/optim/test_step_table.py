@@ -280,7 +280,7 @@ def scenario(function: Callable[[Run, Oracle], object]) -> Callable[[Run, Oracle
 @move
 def step_of_some(run: Run, oracle: Oracle, seed: int) -> None:
     """Each parameter has its own step count."""
-    both(run, oracle, seed, absent=((1, 3), (0, 2), (2,))[seed % 3])
+    both(run, oracle, seed, absent=((2,), (0, 2), (1, 3))[seed % 3])
 
 
 @move
@@ -335,6 +335,8 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     run.grad(1).mul_(2)
     with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
         run.optimizer.step()
+    run.optimizer.zero_grad()  # begins anew
+    both(run, oracle, seed)
     run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads).to(norm.dtype))
@@ -708,7 +710,8 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
         pytest.skip("what narrow masters are to other bytes is for tests of their own")
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
     model, state = through_a_file((plain, run.optimizer.state_dict()))
-    fresh = Run(run.case, run.device, run.path)
+    fresh = Run(run.case, run.device, run.path) if seed % 2 else run
+    fresh.step(fresh.grads(seed))  # which goes back
     fresh.model.load_state_dict(model)
     fresh.optimizer.load_state_dict(state)
     run.model, run.optimizer = fresh.model, fresh.optimizer
@@ -776,10 +779,11 @@ def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
 def own_state_loaded(run: Run, oracle: Oracle, seed: int) -> None:
     """As trainers do with what they have just saved; nothing is shared with it."""
     saved = getattr(run.optimizer, "compact_state_dict", run.optimizer.state_dict)()
-    kept = copy.deepcopy(saved)
     run.optimizer.load_state_dict(saved)
+    for state in saved["state"].values():
+        for value in filter(torch.is_tensor, state.values()):
+            value.zero_()
     both(run, oracle, seed)
-    assert_identical(saved, kept)
 
 
 @move
@@ -888,7 +892,7 @@ def before_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], ob
 SCENARIOS |= {name: functools.partial(between_steps, move=each) for name, each in MOVES.items()}
 SCENARIOS |= {
     f"{name}, first": functools.partial(before_steps, move=MOVES[name])
-    for name in ("lr_zero", "some_overwritten", "deepcopy_")
+    for name in ("lr_zero", "some_overwritten", "deepcopy_", "under_other_defaults")
 }
 
 
@@ -899,9 +903,11 @@ QUICK = {"operators": 9, "kernels": 1, "offload": 2, "release": 3, "any optimize
 NOT_TAKEN = {
     "release": (
         "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
+        "under_other_defaults, first",
     ),
     "any optimizer": (
         "clipped", "found_inf", "overflow_at_the_first_step", "under_other_defaults",
+        "under_other_defaults, first",
         "release_that_fails", "refused_states", "resumed, compact", "resumed, compact, model first",
         "resumed_in_other_storage", "through_the_other_layout", "states_set_by_name",
         "initialized_before_the_first_step",
