@@ -107,13 +107,13 @@ def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
     those [experts, in, out] (``is_transposed``) as they are. ValueError if transformers stores a
     tensor in another way than by rows.
     """
-    stacks = {
-        plain_name(f"{prefix}.{key}" if prefix else key): module
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for key in module._parameters
+    stack_of = {
+        id(param): module
+        for module in model.modules()
+        for key, param in module._parameters.items()
         if is_stack(module, key)
     }
-    stacks = {name: module for name, module in stacks.items() if name in tensors}
+    stacks = {n: stack_of[id(value)] for n, value in tensors.items() if id(value) in stack_of}
     if not stacks:
         return {name: Span(name) for name in tensors}
     convert = _conversion_of(model)

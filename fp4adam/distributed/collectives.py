@@ -58,7 +58,7 @@ class _Slot:
         if self.sends:
             own = rows.own_blocks(tensor)
             if init_dtype is not None:
-                value = tensor._high_precision_init_val.detach().to(tensor.device)
+                value = tensor._high_precision_init_val.to(tensor.device)
         else:
             own = self._received = tensor.detach()._map_storage(torch.empty_like)
             if init_dtype is not None:

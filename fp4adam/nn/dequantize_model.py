@@ -71,7 +71,7 @@ def dequantize_model(model: Model, filter: Filter | None = None) -> Model:
 
 def _make_plain(users: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     plain = {
-        param: nn.Parameter(param.detach().dequantize(param.dtype), param.requires_grad)
+        param: nn.Parameter(param.dequantize(param.dtype), param.requires_grad)
         for *_, param in users
     }
     put_in((module, key, plain[param]) for module, key, param in users)

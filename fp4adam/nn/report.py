@@ -233,7 +233,7 @@ class QuantizationMonitor:
         for (groups, device), weights in measured.items():
             totals |= _gather(groups, device, weights)
         numbers = {}
-        for name, sums in sorted(totals.items()):
+        for name, sums in totals.items():
             numbers |= {f"{key}/{name}": value for key, value in _numbers(sums).items()}
         if totals:
             whole = {key: math.fsum(sums[key] for sums in totals.values()) for key in _SUMS}

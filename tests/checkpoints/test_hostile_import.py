@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_export import FILE, LAYOUT_OF, build, bytes_of, rewrite
+from torch import Tensor
 
 from fp4adam import QuantizedTensor, export_checkpoint, import_checkpoint
 from fp4adam.checkpoints import reader
@@ -201,7 +202,7 @@ def test_an_index_and_files_that_disagree(shards):
         refused(shards, "must have a weight_map, an object of names")
     more = {**weight_map, "up.bias": steps, "more": steps}
     change_json(shards / INDEX, lambda index: index.update(weight_map=more))
-    refused(shards, "must list what its files hold, got another list")
+    refused(shards, "must list what its files hold, got another list, for instance without 'more'")
     (shards / INDEX).write_text(whole)
     other = shards / weight_map["up.weight_scale"]
     save_file({**load_file(other), "up.bias": torch.ones(96).bfloat16()}, other)
@@ -213,21 +214,26 @@ def test_an_index_and_files_that_disagree(shards):
 # Values
 
 
+def one_is(value: float) -> Callable[[Tensor], Tensor]:
+    """All but one are sound."""
+    return lambda x: x.double().view(-1).index_fill(0, torch.tensor(0), value).to(x).view_as(x)
+
+
 BAD = {
     "nvfp4": [
         ("up.weight_scale", lambda x: x.float().neg().to(x.dtype), "weight_scale must hold scales"),
-        ("up.weight_scale", lambda x: torch.full_like(x, torch.nan), "not negative, got nan"),
+        ("up.weight_scale", one_is(torch.nan), "not negative, got nan"),
         ("up.weight_global_scale", lambda x: x * torch.nan, "weight_global_scale must hold scales"),
         ("up.weight_global_scale", lambda x: x * 0, "weight_global_scale must hold scales"),
         ("up.weight_global_scale", lambda x: -x, "weight_global_scale must hold scales"),
     ],
     "mxfp8": [
-        ("up.weight_scale", lambda x: torch.full_like(x, 255), "weight_scale must hold scales"),
+        ("up.weight_scale", one_is(255), "weight_scale must hold scales"),
     ],
     "float8block": [
         ("up.weight_scale_inv", lambda x: -x, "weight_scale_inv must hold scales .* got -"),
-        ("up.weight_scale_inv", lambda x: x * torch.nan, "not negative, got nan"),
-        ("up.weight_scale_inv", lambda x: x * torch.inf, "not negative, got inf"),
+        ("up.weight_scale_inv", one_is(torch.nan), "not negative, got nan"),
+        ("up.weight_scale_inv", one_is(torch.inf), "not negative, got inf"),
     ],
 }
 OF_ALL = [
@@ -281,8 +287,7 @@ def test_nothing_is_read_before_shapes_and_dtypes_fit(dtype, folder, monkeypatch
 
 
 CONFIGS = [
-    ([], "quant_method must be one of .* got None"),
-    ({}, "quant_method must be one of .* got None"),
+    *((nothing, "quant_method must be one of .* got None") for nothing in ([], {}, None)),
     ({"quant_method": ["fp8"]}, "quant_method must be one of .* got "),
     ({"quant_method": {}}, "quant_method must be one of .* got {}"),
     ({"quant_method": "x" * 10**6}, r"quant_method must be .*x\.\.\."),
@@ -312,17 +317,15 @@ def test_mutations(sound, data, tmp_path_factory):
     header = 8 + struct.unpack("<Q", content[:8])[0] if name == FILE else len(content)
     places = st.integers(0, header - 1) | st.integers(0, len(content) - 1)
     for _ in range(data.draw(st.integers(1, 4))):
-        kind = data.draw(st.sampled_from(["set", "cut", "insert", "copy"]))
+        kind = data.draw(st.sampled_from(["set", "cut", "insert"]))
         place = data.draw(places) % max(1, len(content))
         piece = data.draw(st.binary(min_size=1, max_size=9))
         if kind == "set":
             content[place : place + len(piece)] = piece
         elif kind == "cut":
             del content[place : place + data.draw(st.integers(1, 50))]
-        elif kind == "insert":
-            content[place:place] = piece
         else:
-            content[place:place] = content[place : place + data.draw(st.integers(1, 200))]
+            content[place:place] = piece
     folder = tmp_path_factory.mktemp("mutated")
     for other in names:
         shutil.copy(sound / other, folder / other)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from fp4adam import MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor, Quantizer
+from fp4adam import MXFP8Quantizer, NVFP4Quantizer, QuantizedTensor, Quantizer, quantize_model
 from fp4adam.nn.recipe import RECIPES
 from helpers import assert_identical
 from ranks import home, run, run_ranks
@@ -57,7 +57,9 @@ def broadcast(rank: int) -> list[list[Tensor | None]]:
             else:
                 assert all(x._version > v for x, v in zip(inner, versions, strict=True))
             results.append(parts(tensor))
-    return results
+    layers = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).to(home())
+    nn.parallel.DistributedDataParallel(quantize_model(layers, "mxfp8"))
+    return results + [parts(layer.weight) for layer in layers]
 
 
 def gather(rank: int) -> list[list[Tensor | None]]:

@@ -74,8 +74,8 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
     with pytest.raises(ValueError, match="must be False unless weights are of"):
         Recipe(quantizer, activations="fake")
     if quantizer.layout.rows_per_entry:
-        weight = quantizer.make_empty((64, 96))
-        cast = PartialCast([weight], [0], [64 * 96], [torch.float32])
-        cast.measure([matrix().view(-1)])
-        cast.write([matrix().view(-1)])
-        assert torch.equal(weight.rowwise_data, quantizer.quantize(matrix()).rowwise_data)
+        weights = [each.make_empty((64, 96)) for each in (NVFP4Quantizer(), quantizer)]
+        cast = PartialCast(weights, [0] * 2, [64 * 96] * 2, [torch.float32] * 2)
+        cast.measure([matrix().view(-1)] * 2)
+        cast.write([matrix().view(-1)] * 2)
+        assert torch.equal(weights[1].rowwise_data, quantizer.quantize(matrix()).rowwise_data)

@@ -25,6 +25,7 @@ from fp4adam import (
     MasterWeightOptimizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizationMonitor,
     Quantizer,
     TensorAdapter,
 )
@@ -113,6 +114,8 @@ def test_training_is_that_of_own_tensors(name, kind, path_device):
     else:
         assert_bytes_of_master(optimizers[1], params[1], quantizer)
     assert torch.equal(*(master_of(*pair) for pair in pairs))
+    measured = (QuantizationMonitor(torch.nn.ParameterList([p]), o).measure() for o, p in pairs)
+    assert next(measured) == next(measured)
     if isinstance(optimizers[1], FP4Adam):
         plan = optimizers[1]._whole.plan
         step(optimizers[1], 3)

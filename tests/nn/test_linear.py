@@ -329,12 +329,8 @@ def test_what_fake_quantization_refuses():
     for error, match, arguments in (
         (TypeError, "gradients must be True or False, got 'fake'", ("nvfp4", False, "fake")),
         (ValueError, 'gradients must be False with activations="fake"', ("nvfp4", "fake", True)),
-        (
-            ValueError,
-            'emulate must be False with activations="fake"',
-            ("mxfp8", "fake", False, True),
-        ),
-        (ValueError, "unless weights are of .* got MXFP4", ("mxfp4", "fake")),
+        (ValueError, 'emulate must be False with activations="', ("mxfp8", "fake", False, True)),
+        (ValueError, "weights are of nvfp4, mxfp8, float8block, float8, got", ("mxfp4", "fake")),
     ):
         with pytest.raises(error, match=match):
             Recipe(*arguments)
@@ -343,5 +339,3 @@ def test_what_fake_quantization_refuses():
         fake_quantize.fake_quantize(randn(1, IN, dtype=torch.float64), layer.weight.quantizer)
     with pytest.raises(NotImplementedError, match="must be quantized alone for torch.func"):
         torch.func.vmap(layer)(randn(2, IN, requires_grad=False))
-    with pytest.raises(ValueError, match="must not be quantized by another recipe"):
-        quantize_model(layer, "nvfp4")

@@ -30,6 +30,7 @@ from fp4adam import (
     quantized_init,
     summary,
 )
+from fp4adam.nn.quantize_model import _open_blocks
 from helpers import RECIPES, assert_identical, train, value_of
 from ranks import all_ranks, run_ranks
 
@@ -104,15 +105,22 @@ def test_hidden_linear_layers_are_quantized_and_back(recipe, device):
     assert quantized_names(quantize_model(model, recipe)) == HIDDEN
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lm_head", "head", "decoder.output_layer", "score", "predictions.decoder"]
-    + [f"lm_head.{part}" for part in ("base_layer", "original_module", "modules_to_save.default")],
-)
-def test_output_heads_are_known_by_name(name):
+HEADS = """
+    lm_head head decoder.output_layer score predictions.decoder lm_head.base_layer lm_head.decoder
+    lm_head.original_module lm_head.modules_to_save.default qa_outputs cls.seq_relationship
+    classifier classifier.out_proj bert.classification_head.out_proj cls.predictions.decoder
+"""
+HIDDEN_LAYERS = """
+    q_proj q_proj.base_layer layers.0.self_attn.out_proj classifier.dense decoder lm_head.dense
+    predictions.out_proj model.decoder.layers.0.fc1 cls.predictions.transform.dense
+"""
+
+
+def test_output_heads_are_known_by_name():
     layer = nn.Linear(64, 64)
-    assert not is_hidden_linear(layer, name) and is_hidden_linear(layer, "q_proj.base_layer")
-    assert is_hidden_linear(layer, name + ".proj") and is_hidden_linear(layer, "")
+    for name in HEADS.split():
+        assert not is_hidden_linear(layer, name) and is_hidden_linear(layer, name + ".proj")
+    assert all(is_hidden_linear(layer, name) for name in ("", *HIDDEN_LAYERS.split()))
 
 
 def test_filter_chooses_among_linear_layers():
@@ -350,12 +358,17 @@ def test_models_are_quantized_before_they_are_wrapped():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["mxfp8", NVFP4Quantizer(), Recipe("nvfp4", emulate=True)], ids=str
+    ("recipe", "described"),
+    [
+        ("mxfp8", r"MXFP8 \(columnwise=False\)"),
+        (NVFP4Quantizer(), "NVFP4"),
+        (Recipe("nvfp4", emulate=True), r"NVFP4 \(columnwise=False, emulate=True\)"),
+    ],
 )
-def test_weights_that_another_recipe_has_quantized_are_refused(recipe):
+def test_weights_that_another_recipe_has_quantized_are_refused(recipe, described):
     model = quantize_model(make_model(), "nvfp4", only_up)
     first = model.blocks[0].up.weight
-    match = "'blocks.0.up' must not be quantized by another recipe, got NVFP4 "
+    match = rf"'blocks.0.up' .* got NVFP4 \(columnwise=False\) for {described}: quantizing"
     with pytest.raises(ValueError, match=match):
         quantize_model(model, recipe)
     assert quantized_names(model) == [name for name in HIDDEN if "up" in name]
@@ -424,7 +437,7 @@ def test_errors_leave_no_hook_and_no_quantized_weight():
     match = "layer 'lm_head': .* got shape"
     with pytest.raises(ValueError, match=match), quantized_init("nvfp4", lambda *_: True):
         fine, bad = nn.Linear(64, 64), make_model()
-    assert [*map(dict, hooks)] == before
+    assert [*map(dict, hooks)] == before and not _open_blocks
     assert not any(map(quantized_names, (interrupted, fine, bad, make_model())))
 
 

@@ -163,12 +163,13 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
     assert torch.equal(out, tensor.dequantize(torch.bfloat16))
 
 
-def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension():
+@pytest.mark.parametrize(("quantizer", "cols"), [(MXFP8Quantizer(), 96), (TABLE["float8"], 1)])
+def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, cols):
     """FSDP2 keeps shards flat; the stack has other sizes in its other dimensions."""
-    stack = MXFP8Quantizer().quantize(torch.ones(4, 32, 96))
-    shard = stack.new_zeros((2, 32, 96))
+    stack = quantizer.quantize(torch.ones(4, 32, cols))
+    shard = stack.new_zeros((2, 32, cols))
     shard.copy_(stack[:2])
-    assert matrix_shape(shard.view(-1)) == (64, 96)
+    assert matrix_shape(shard.view(-1)) == (64, cols)
 
 
 @every_window
@@ -196,6 +197,7 @@ def test_columns_within_blocks_are_decoded_copies(quantizer):
     tensor = quantizer.quantize(randn((128, 256)))
     for cut in (tensor[:, 1:], tensor[:, : quantizer.layout.block + 1], tensor[:, ::2]):
         assert type(cut) is Tensor
+    assert [len(tensor[:n].split(1)) for n in range(3)] == [1, 1, 2]
     parts = tensor.split(quantizer.layout.block // 2, dim=1)
     assert all(type(part) is Tensor for part in parts)
     assert torch.equal(torch.cat(parts, 1), tensor.dequantize(torch.float32))

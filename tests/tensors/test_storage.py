@@ -133,6 +133,8 @@ def test_reading_is_no_write():
     before, storage = versions(tensor), tensor.inner
     reads = (tensor.dequantize(torch.float32), tensor.float(), tensor + 1, tensor.clone())
     reads += (copy.deepcopy(tensor), tensor.split(16), tensor.pending_value())
+    pickled = tensor._shared.__getstate__()["tensors"]  # costs no memory
+    assert pickled["amax"].data_ptr() == tensor._amax.data_ptr()
     tensor.copy_(tensor.detach())
     assert versions(tensor) == before and tensor.inner is storage
 
