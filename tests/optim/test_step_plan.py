@@ -116,7 +116,10 @@ def test_codes_in_memory_of_others_are_watched(trained):
 @pytest.mark.parametrize("remainders", [False, True])
 def test_any_tensor_of_another_layout_takes_the_slower_path(remainders, device):
     for name in ("", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"):
-        for relaid in (lambda x: x.t().contiguous().t(), lambda x: x.new_empty(129)[1:].view(16, 8)):
+        for relaid in (
+            lambda x: x.t().contiguous().t(),
+            lambda x: x.new_empty(129)[1:].view(16, 8),
+        ):
             param = torch.nn.Parameter(randn(16, 8, device=device).bfloat16())
             optimizer = FusedAdam([param], amsgrad=True, store_param_remainders=remainders)
             set_grads([param], 0)
