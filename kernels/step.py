@@ -103,20 +103,20 @@ def _encode_part(
 ):  # fmt: skip
     """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
 
-    Stores its remainders, and float32 scales, which are not kept. dither: of its masters; None to
-    compute it.
+    Stores its remainders, float32 scales, and codes in a mask, none of which are kept. dither: of
+    its masters; None to compute it.
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
     x = round_through(value, VARIANT.write_dtype)
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+    mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
     if SPLITS:
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
         if dither is None:
             dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
-        mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
@@ -127,8 +127,12 @@ def _encode_part(
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
         column_scale = insert_tile(column_scale, part.column_scale, i)
-    codes = insert_tile(kept.rows, part.rows, i)
-    return Part(codes, row_scale, insert_tile(kept.columns, part.columns, i), column_scale)
+    codes, columns = kept.rows, kept.columns
+    if MASKED:
+        store_codes(part, row, col, rows, cols, mask, storage, F, BR, BC)
+    else:
+        codes, columns = insert_tile(codes, part.rows, i), insert_tile(columns, part.columns, i)
+    return Part(codes, row_scale, columns, column_scale)
 
 
 @triton.jit
@@ -294,17 +298,17 @@ def step_kernel(
                     kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
                     given, VARIANT, F, MASKED, BR, BC,
                 )  # fmt: skip
-    part = Part(
-        _joined(kept.rows, DOWN),
-        _joined(kept.row_scale, DOWN),
-        _joined(kept.columns, DOWN),
-        _joined(kept.column_scale, DOWN),
-    )
-    mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
-    if F.scale == "float32":
-        store_codes(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
-    else:
-        store_tile(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
+    if not MASKED:
+        part = Part(
+            _joined(kept.rows, DOWN),
+            _joined(kept.row_scale, DOWN),
+            _joined(kept.columns, DOWN),
+            _joined(kept.column_scale, DOWN),
+        )
+        if F.scale == "float32":
+            store_codes(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
+        else:
+            store_tile(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":
@@ -385,6 +389,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             registers = 128 if F.square and sm == 90 else 168
         elif registers is None and sm != 90:
             registers = 168  # for sm_120 ptxas aims for 128 and spills
+        elif registers is None and F.square:
+            registers = 96  # five programs instead of four
         return Form(64, 64, 16, 64, warps, stages, registers), small
     if F.scale == "e8m0":
         edge = Form(32, 32, 32, 32, 4, 1, 128)

@@ -12,7 +12,9 @@ from fp4adam.kernels.tiles.codes import bytes_of, transpose_words
 def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
     if MASKED:
-        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+        # Columns outside have no rows, so that one comparison masks an element.
+        ends = tl.where(tl.arange(0, BC) < cols - col, rows - row, 0)[None, :]
+        mask = tl.arange(0, BR)[:, None] < ends
     else:
         mask = None
     return mask
@@ -78,19 +80,26 @@ def store_codes(
     """Store the codes of a tile [TR, TC] at (row, col).
 
     storage: pointers to uint32; or to uint8, which may be unaligned. mask: bool [TR, TC], of the
-    elements to write; None for all.
+    elements to write; None for all. Only elements past an edge are masked where codes are
+    transposed.
     """
     if F.rowwise:
         store_words(storage.rowwise_data, part.rows, row, col, cols, mask, F.bits, TR, TC)
     if F.columnwise and F.transposes:
         words = part.rows if F.square else part.columns
-        if mask is None:
-            words = transpose_words(words, F.bits, TR, TC)
-            store_words(storage.columnwise_data, words, col, row, rows, None, F.bits, TC, TR)
-        else:
+        if words.dtype == tl.uint8:
             ptr = storage.columnwise_data.to(tl.pointer_type(tl.uint8))
             ptr += tile_start(col, row, rows) + tile_offsets(rows, TC, TR)
-            tl.store(ptr, tl.trans(bytes_of(words, TR, TC)), tl.trans(mask))
+            mask = edge_mask(col, row, cols, rows, mask is not None, TC, TR)
+            tl.store(ptr, tl.trans(words), mask)
+        else:
+            if F.square and F.rowwise and F.bits == 8:
+                # From memory, because ptxas mixes up the bytes of converted words; see e4m3_code.
+                tl.debug_barrier()
+                ptr = storage.rowwise_data + tile_start(row, col // 4, cols // 4)
+                words = tl.load(ptr + tile_offsets(cols // 4, TR, TC // 4))
+            words = transpose_words(words, F.bits, TR, TC)
+            store_words(storage.columnwise_data, words, col, row, rows, None, F.bits, TC, TR)
     elif F.columnwise and not F.square:
         store_words(storage.columnwise_data, part.columns, row, col, cols, mask, F.bits, TR, TC)
 
@@ -99,7 +108,7 @@ def store_codes(
 def store_words(
     data, words, row, col, cols, mask, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Store words of the codes of a tile [R, C]; in a mask by bytes, where other nibbles stay.
+    """Store words of the codes of a tile [R, C], or their bytes; in a mask other nibbles stay.
 
     data: pointer to uint32, or to uint8 with any alignment, which is written byte by byte.
     """
