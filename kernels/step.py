@@ -26,9 +26,9 @@ from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, s
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,
+    field,
     load_tile,
     pointer,
-    size,
     storage_pointers,
     takes_part,
     tile_offsets,
@@ -40,11 +40,9 @@ from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
     store_codes,
-    store_column_scales,
-    store_row_scales,
-    store_tile,
+    store_scales,
 )
-from fp4adam.kernels.tiles.codes import capability, round_through
+from fp4adam.kernels.tiles.codes import capability, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
@@ -108,7 +106,7 @@ def _encode_part(
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
-    x = round_through(value, VARIANT.write_dtype)
+    x = to_float32(round_to(value, VARIANT.write_dtype))
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
     mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
     if SPLITS:
@@ -120,10 +118,7 @@ def _encode_part(
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
-        if not F.square or i == 0:
-            store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-        if i == 0:
-            store_column_scales(part.column_scale, row, col, rows, cols, storage, F, BR, BC)
+        store_scales(part, row, col, rows, cols, storage, F, BR, BC)
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
         column_scale = insert_tile(column_scale, part.column_scale, i)
@@ -191,7 +186,8 @@ def step_kernel(
     if not takes_part(table, tensor, found_inf_ptr):
         return
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, "rows", MULTIPLE), size(table, tensor, "cols", MULTIPLE)
+    rows = field(table, tensor, "rows", tl.int32, MULTIPLE)
+    cols = field(table, tensor, "cols", tl.int32, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     states = state_pointers(table, tensor, VARIANT)
     SCALES: tl.constexpr = tl.float32 if F.scale == "float32" else tl.uint8
@@ -266,7 +262,7 @@ def step_kernel(
             held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
         else:
             if REPORTS:
-                x = round_through(value, VARIANT.write_dtype)
+                x = to_float32(round_to(value, VARIANT.write_dtype))
                 if capability() == 0:
                     x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
                 # NaN is no larger than any number for ``tl.maximum``.
@@ -281,7 +277,7 @@ def step_kernel(
     if FROM_CODES:
         tl.debug_barrier()  # all codes and scales of the tile are read before any is written
     if HOLDS:
-        block = tl.abs(round_through(held.to(tl.float32, bitcast=True), VARIANT.write_dtype))
+        block = tl.abs(to_float32(round_to(held.to(tl.float32, bitcast=True), VARIANT.write_dtype)))
         column_amax = tl.max(tl.max(block, 0), 0)[None, :]
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
@@ -305,10 +301,9 @@ def step_kernel(
             _joined(kept.columns, DOWN),
             _joined(kept.column_scale, DOWN),
         )
-        if F.scale == "float32":
-            store_codes(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
-        else:
-            store_tile(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
+        store_codes(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
+        if F.scale != "float32":
+            store_scales(part, first_row, first_col, rows, cols, storage, F, TR, TC)
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":

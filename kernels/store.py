@@ -137,41 +137,6 @@ def store_words(
 
 
 @triton.jit
-def store_row_scales(
-    scale, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Store the scales of the square or rowwise blocks of a tile [TR, TC], one per block."""
-    if F.scale != "" and (F.rowwise or F.square):
-        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, TR, TC)
-        if F.square or F.scale != "float32":
-            tl.store(ptr, scale)
-        else:
-            tl.store(ptr, scale, row + tl.arange(0, TR)[:, None] < rows)
-
-
-@triton.jit
-def store_column_scales(
-    scale, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Store the scales of the columnwise blocks of a tile [TR, TC], one per block."""
-    B: tl.constexpr = F.block
-    if F.square or not F.columnwise:
-        pass
-    elif F.scale == "e4m3":
-        width = (rows // B + 3) // 4 * 4
-        grid = storage.columnwise_scale + tile_start(col, row // B, width)
-        tl.store(grid + tile_offsets(width, TC, TR // B), tl.trans(scale))
-    elif F.scale == "e8m0":
-        width = (cols + 127) // 128 * 128
-        grid = storage.columnwise_scale + tile_start(row // B, col, width)
-        tl.store(grid + tile_offsets(width, TR // B, TC), scale)
-    else:
-        across = col + tl.arange(0, TC)[None, :]
-        grid = storage.columnwise_scale + tile_start(row // B, 0, (cols + 3) // 4 * 4)
-        tl.store(grid + across, scale, across < cols)
-
-
-@triton.jit
 def _store_swizzled(
     out, row, block, blocks, scale, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
@@ -193,19 +158,35 @@ def _store_swizzled(
 
 
 @triton.jit
-def store_tile(
-    part, row, col, rows, cols, mask, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
+def store_scales(
+    part, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
-    """Store codes and scales of a tile [TR, TC]; arguments as for :func:`store_codes`."""
-    store_codes(part, row, col, rows, cols, mask, storage, F, TR, TC)
-    store_row_scales(part.row_scale, row, col, rows, cols, storage, F, TR, TC)
-    store_column_scales(part.column_scale, row, col, rows, cols, storage, F, TR, TC)
-    if F.swizzled:
-        B: tl.constexpr = F.block
-        if F.rowwise:
-            out = storage.rowwise_gemm_scale
-            _store_swizzled(out, row, col // B, cols // B, part.row_scale, F, TR, TC // B)
-        if F.columnwise:
-            scale, out = part.column_scale, storage.columnwise_gemm_scale
-            scale = tl.trans(part.row_scale if F.square else scale)
-            _store_swizzled(out, col, row // B, rows // B, scale, F, TC, TR // B)
+    """Store the scales of a tile [TR, TC] at (row, col), one per block, swizzled ones too."""
+    B: tl.constexpr = F.block
+    if F.scale != "" and (F.rowwise or F.square):
+        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, TR, TC)
+        if F.square or F.scale != "float32":
+            tl.store(ptr, part.row_scale)
+        else:
+            tl.store(ptr, part.row_scale, row + tl.arange(0, TR)[:, None] < rows)
+    scale = part.column_scale
+    if F.square or not F.columnwise:
+        scale = part.row_scale
+    elif F.scale == "e4m3":
+        width = (rows // B + 3) // 4 * 4
+        grid = storage.columnwise_scale + tile_start(col, row // B, width)
+        tl.store(grid + tile_offsets(width, TC, TR // B), tl.trans(scale))
+    elif F.scale == "e8m0":
+        width = (cols + 127) // 128 * 128
+        grid = storage.columnwise_scale + tile_start(row // B, col, width)
+        tl.store(grid + tile_offsets(width, TR // B, TC), scale)
+    else:
+        across = col + tl.arange(0, TC)[None, :]
+        grid = storage.columnwise_scale + tile_start(row // B, 0, (cols + 3) // 4 * 4)
+        tl.store(grid + across, scale, across < cols)
+    if F.swizzled and F.rowwise:
+        out = storage.rowwise_gemm_scale
+        _store_swizzled(out, row, col // B, cols // B, part.row_scale, F, TR, TC // B)
+    if F.swizzled and F.columnwise:
+        out = storage.columnwise_gemm_scale
+        _store_swizzled(out, col, row // B, rows // B, tl.trans(scale), F, TC, TR // B)

@@ -72,12 +72,6 @@ def to_float32(x):
 
 
 @triton.jit
-def round_through(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE and widen it to float32 again."""
-    return to_float32(round_to(x, DTYPE))
-
-
-@triton.jit
 def e2m1_code(x, VALUES: tl.constexpr):
     """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 
