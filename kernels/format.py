@@ -124,29 +124,39 @@ def _larger(x, y):
 
 
 @triton.jit
+def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
+    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
+    if not KEEPS_NAN:
+        if capability() == 0:
+            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
+        amax = tl.max(tl.abs(x), AXIS)
+        amax = tl.where(amax == amax, amax, 0.0)
+    elif capability() > 0:
+        amax = tl.reduce(tl.abs(x), AXIS, _larger)
+    else:
+        # As integers NaN is the largest; the interpreter reduces by a function element by element.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
+        amax = bits.to(tl.float32, bitcast=True)
+    return amax
+
+
+@triton.jit
 def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     """The largest magnitudes of float32 blocks by :func:`in_blocks`.
 
     NaN does not count if codes have it. Else it is that of the block, whose scale shows it.
     """
-    AXIS: tl.constexpr = 1 if FORM == "column" else 2
-    x = tl.abs(blocks)
+    KEEPS: tl.constexpr = F.code != "e4m3"
     if FORM == "square":
-        # A block at once, so that each thread reduces its own elements first.
-        m: tl.constexpr = x.shape[0]
-        n: tl.constexpr = x.shape[2]
-        NUMEL: tl.constexpr = x.shape[1] * x.shape[3]
-        x = tl.reshape(tl.permute(x, (0, 2, 1, 3)), (m, n, NUMEL))
-    if F.code == "e4m3":
-        if capability() == 0:
-            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
-        amax = tl.max(x, AXIS)
-        amax = tl.where(amax == amax, amax, 0.0)
-    elif capability() > 0:
-        amax = tl.reduce(x, AXIS, _larger)
+        if blocks.shape[0] == 1 and blocks.shape[2] == 1:
+            # At once, so that each thread reduces its own elements first. Triton 3.6 cannot so with
+            # several blocks: it shuffles neighbouring lanes, which are not always of one block.
+            x = tl.reshape(blocks, (1, 1, blocks.shape[1] * blocks.shape[3]))
+            amax = _amax(x, 2, KEEPS)
+        else:
+            amax = _amax(_amax(blocks, 3, KEEPS), 1, KEEPS)
     else:
-        # As integers NaN is the largest; the interpreter reduces by a function element by element.
-        amax = tl.max(x.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+        amax = _amax(blocks, 2 if FORM == "row" else 1, KEEPS)
     return amax
 
 
@@ -195,7 +205,7 @@ def scale_of_amax(amax, tensor_amax, epsilon, F: tl.constexpr):
         encode = tl.div_rn(2688.0, tensor_amax)
         encode = tl.where((tensor_amax == 0) | (encode == 0), 1.0, tl.minimum(encode, FP32_MAX))
         decode = tl.div_rn(1.0, encode)
-        scale = e4m3_code(amax * (encode * 0.16666666666666666), ALONE=True)
+        scale = e4m3_code(amax * (encode * 0.16666666666666666))
         factor = tl.div_rn(1.0, e4m3_value(scale) * decode)
         factor = tl.where(factor > FP32_MAX, FP32_MAX, factor)  # NaN stays
     elif F.scale == "e8m0":

@@ -118,7 +118,8 @@ def _encode_part(
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
-        store_scales(part, row, col, rows, cols, storage, F, BR, BC)
+        if not F.square or i == 0:
+            store_scales(part, row, col, rows, cols, storage, F, BR, BC)
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
         column_scale = insert_tile(column_scale, part.column_scale, i)
@@ -384,8 +385,6 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             registers = 128 if F.square and sm == 90 else 168
         elif registers is None and sm != 90:
             registers = 168  # for sm_120 ptxas aims for 128 and spills
-        elif registers is None and F.square:
-            registers = 96  # five programs instead of four
         return Form(64, 64, 16, 64, warps, stages, registers), small
     if F.scale == "e8m0":
         edge = Form(32, 32, 32, 32, 4, 1, 128)
