@@ -41,7 +41,7 @@ from fp4adam.kernels.launch.tensor_table import (
     storage_pointers,
     tile_start,
 )
-from fp4adam.kernels.store import load_masters, store_codes, store_scales
+from fp4adam.kernels.store import load_masters, store_block_scales, store_codes
 from fp4adam.kernels.tiles.codes import round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     dtype_of,
@@ -270,7 +270,7 @@ def _requantize_kernel(
                     x = to_float32(round_to(value, WRITE_DTYPE))
                     part, _ = encode(x, None, None, amax, epsilon, F, False)
                     store_codes(part, row, col, rows, cols, None, storage, F, 16, BC)
-                    store_scales(part, row, col, rows, cols, storage, F, 16, BC)
+                    store_block_scales(part, row, col, rows, cols, storage, F, 16, BC)
 
 
 class PreviewedLaunch(StepLaunch):

@@ -35,7 +35,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_offsets,
     tile_start,
 )
-from fp4adam.kernels.store import edge_mask, store_codes, store_scales
+from fp4adam.kernels.store import edge_mask, store_block_scales, store_codes
 from fp4adam.kernels.tiles.codes import round_to, to_float32
 
 AMAX_TILE = 4096
@@ -99,7 +99,7 @@ def _quantize_kernel(
             rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, None, None
         )
         store_codes(part, row, col, rows, cols, mask, storage, F, BR, BC)
-        store_scales(part, row, col, rows, cols, storage, F, BR, BC)
+        store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
 
 
 def _launch_quantize(

@@ -39,8 +39,8 @@ from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
+    store_block_scales,
     store_codes,
-    store_scales,
 )
 from fp4adam.kernels.tiles.codes import capability, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
@@ -119,7 +119,7 @@ def _encode_part(
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
         if not F.square or i == 0:
-            store_scales(part, row, col, rows, cols, storage, F, BR, BC)
+            store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
         column_scale = insert_tile(column_scale, part.column_scale, i)
@@ -304,7 +304,7 @@ def step_kernel(
         )
         store_codes(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
         if F.scale != "float32":
-            store_scales(part, first_row, first_col, rows, cols, storage, F, TR, TC)
+            store_block_scales(part, first_row, first_col, rows, cols, storage, F, TR, TC)
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":

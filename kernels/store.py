@@ -158,7 +158,7 @@ def _store_swizzled(
 
 
 @triton.jit
-def store_scales(
+def store_block_scales(
     part, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
     """Store the scales of a tile [TR, TC] at (row, col), one per block, swizzled ones too."""
