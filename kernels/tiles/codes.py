@@ -12,6 +12,9 @@ _FOUR_CODES = tl.constexpr(
     " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
     " mov.b32 $0, {low, high}; }"
 )
+_CODE = tl.constexpr(
+    "{ .reg .b16 code; cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }"
+)
 _FOUR_VALUES = tl.constexpr(
     "{ .reg .b16 low, high, h0, h1, h2, h3; .reg .b32 a, b;"
     " mov.b32 {low, high}, $4;"
@@ -69,12 +72,6 @@ def to_float32(x):
 
 
 @triton.jit
-def round_through(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE and widen it to float32 again."""
-    return to_float32(round_to(x, DTYPE))
-
-
-@triton.jit
 def e2m1_code(x, VALUES: tl.constexpr):
     """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 
@@ -126,16 +123,20 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e4m3_code(x, WHOLE: tl.constexpr = False):
+def e4m3_code(x, WHOLE: tl.constexpr = False, ALONE: tl.constexpr = False):
     """Bits, uint8, of the nearest E4M3 value (at most 448), ties to even.
 
     x: float32. Overflow and Inf saturate to 448 with their sign, NaN becomes 0x7F, and zero keeps
-    its sign. WHOLE: bytes are stored once and in words.
+    its sign. WHOLE: bytes are stored once and in words. ALONE: they never become words.
     """
     if WHOLE and capability() >= 90:
         code = tl.inline_asm_elementwise(
             _FOUR_CODES, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
         )
+    elif ALONE and capability() >= 90:
+        code = tl.inline_asm_elementwise(
+            _CODE, "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1
+        ).to(tl.uint8)
     else:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
@@ -237,9 +238,12 @@ def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def bytes_of(words, R: tl.constexpr, C: tl.constexpr):
-    """The bytes, uint8 [R, C], of words [R, C / 4]."""
-    code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
-    return tl.reshape(code.to(tl.uint8), (R, C))
+    """The bytes, uint8 [R, C], of words [R, C / 4], or of what is bytes already."""
+    code = words
+    if words.dtype != tl.uint8:
+        code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
+        code = tl.reshape(code.to(tl.uint8), (R, C))
+    return code
 
 
 @triton.jit
