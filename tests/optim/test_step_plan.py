@@ -7,14 +7,7 @@ import torch
 from triton.runtime import _async_compile
 
 import helpers
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    FP4Adam,
-    FusedAdam,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, FusedAdam
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group
 from fp4adam.optim.adam import adam_scalars
@@ -186,8 +179,8 @@ def count_launches(monkeypatch, optimizer):
 @pytest.mark.parametrize(
     ("quantizer", "shape", "kernels"),
     [
-        (NVFP4Quantizer(), (80, 64), 4),
-        (MXFP8Quantizer(), (32, 288), 2),
+        (RECIPES["nvfp4"], (80, 64), 4),
+        (RECIPES["mxfp8"], (32, 288), 2),
         (Float8BlockQuantizer(), (128, 144), 2),
         (Float8Quantizer(scaling="delayed"), (80, 64), 3),
         (None, (600,), 1),
