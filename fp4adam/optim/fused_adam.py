@@ -452,7 +452,7 @@ class FusedAdam(Optimizer):
                 group.update(new)
             self._whole.forget()
             if self._is_releasing:
-                self._release.forget(self._engine)
+                self._release.forget()
             saving.load_masters(self._engine, given)
         self._sync_steps(self._engine)
         self._targets.are_shown = False  # all states are new

@@ -116,9 +116,8 @@ class GradientRelease:
                 "offload): the gradient may still be on its way; leave out the offload"
             )
 
-    def forget(self, engine: Engine) -> None:
-        self._known = []
-        self.attach(engine)
+    def forget(self) -> None:
+        self._known, self._units = [], {}
 
     def finish_step(self, signals: Signals, engine: Engine) -> None:
         """Step what still has gradients, all or nothing, and end the step."""

@@ -47,8 +47,8 @@ class QuantizeAfterStep:
         for member in later:
             if member.shards:
                 # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
-                alone = not member.master.codec.exact
-                shards[member.owner if alone else member.param.device].append(member)
+                is_wide = member.master.codec.exact
+                shards[member.param.device if is_wide else member.owner].append(member)
         self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
         for alike in shards.values():

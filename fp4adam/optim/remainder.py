@@ -89,14 +89,14 @@ def _largest(tensors: Storage, layout: Layout) -> Storage:
 
 def complete(param: QuantizedTensor, remainder: Tensor) -> Tensor:
     """The master of a weight with this remainder, float32."""
-    master = param.detach().dequantize(torch.float32)
+    master = param.dequantize(torch.float32)
     master += remainder * units(param)
     return master.masked_fill_(remainder == NAN, torch.nan)
 
 
 def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = None) -> Tensor:
     """The int8 remainder of a float32 master; int32 ``dither`` rounds it, or to the nearest."""
-    difference = master - param.detach().dequantize(torch.float32)
+    difference = master - param.dequantize(torch.float32)
     inverse = units(param).reciprocal_().clamp_(max=minifloat.FP32_MAX)
     steps = difference.mul_(inverse)
     is_nan = ~steps.isfinite()
@@ -111,7 +111,7 @@ def split_off(param: QuantizedTensor, master: Tensor, dither: Tensor | None = No
 
 def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
     """True if remainders can complete the codes of ``param`` to a float32 master."""
-    difference = (master.view(param.shape) - param.detach().dequantize(torch.float32)).abs_()
+    difference = (master.view(param.shape) - param.dequantize(torch.float32)).abs_()
     reached = difference <= units(param).mul_(127.5)
     return bool((reached | master.view(param.shape).isnan()).all())
 

@@ -136,7 +136,7 @@ LEAN = {"states": "8bit", "master_weights": False, "store_param_remainders": Fal
 def test_bytes_of_the_state_are_told_before_the_first_step(options, optimizer_class):
     model = quantize_model(make_model().bfloat16(), "mxfp8")
     model[0].bias.requires_grad_(False)
-    optimizer = optimizer_class(model.parameters(), **options)
+    optimizer = optimizer_class([{"params": [p]} for p in model.parameters()], **options)
     told = [(p.name, p.state_nbytes) for p in summary(model, optimizer).parameters]
     helpers.set_grads([param for param in model.parameters() if param.requires_grad], seed=0)
     optimizer.step()

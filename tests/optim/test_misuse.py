@@ -349,8 +349,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
     "step: a slice in a group": (slice_in_a_group, N, ("whole quantized tensors", "(32, 64)")),
-    "initialize: integers": (call(lambda s: (o := FusedAdam([torch.ones(4).int()])).initialize_state(
-        o.param_groups[0]["params"][0])), R, ("floating point Tensors", "got torch.int32")),
+    "initialize: integers": (call(lambda s: FusedAdam([p := torch.ones(4).int()]).initialize_state(
+        p)), R, ("floating point Tensors", "got torch.int32")),
     "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
         "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (

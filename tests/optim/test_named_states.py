@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from helpers import (
-    RECIPES,
     assert_bytes_are_of_masters,
     assert_identical,
     random,
@@ -43,10 +42,6 @@ def weights(device="cpu") -> list[Parameter]:
     return [quantized, Parameter(random((5, 32), 1, device).bfloat16())]
 
 
-def step(optimizer, *seeds):
-    take_steps(optimizer, seeds)
-
-
 # TE's example seeds masters by hand, in this order.
 def test_masters_are_seeded_by_hand(device):
     params = weights(device)
@@ -58,7 +53,7 @@ def test_masters_are_seeded_by_hand(device):
     params[0].clear_high_precision_init_val()
     assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), seed)
     optimizer.param_groups[0]["lr"] = 1e-30
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), seed)
     assert_bytes_are_of_masters(optimizer)
 
@@ -67,7 +62,7 @@ def test_masters_are_seeded_by_hand(device):
 def test_states_are_read_and_written_in_fp32(stored, device):
     params = weights(device)
     optimizer = FP4Adam(params, lr=1e-2, **STORED[stored])
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     for param in params:
         for name in NAMES:
             value = optimizer.get_unscaled_state(param, name)
@@ -92,12 +87,12 @@ def test_states_that_are_set_after_parameters_were_written(name, device):
     """A parameter stays written when a moment is set; a master that is set holds."""
     param = weights(device)[0]
     optimizer = FP4Adam([param], lr=1e-30)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     written, given = (random((64, 96), seed, device) for seed in (5, 6))
     with torch.no_grad():
         param.copy_(written)
     optimizer.set_scaled_state(param, name, given)
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     expected = given if name == "master_param" else written
     assert_identical(optimizer.state[param]["master_param"], expected)
 
@@ -166,7 +161,7 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
 def test_a_remainder_belongs_to_no_fp32_parameter(device):
     params = [Parameter(random((4, 8), i, device).to(dtype)) for i, dtype in DTYPES]
     saving = FusedAdam([params[1]], store_param_remainders=True)
-    step(saving, 0)
+    take_steps(saving, [0])
     with pytest.raises(ValueError, match="must belong to a bfloat16 parameter, got torch.float32"):
         FusedAdam([params[0]]).load_state_dict(saving.state_dict())
 
@@ -198,26 +193,10 @@ def test_misuse_changes_nothing(call, match, options):
 # Checkpoints of Transformer Engine
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_checkpoints_have_what_transformer_engine_loads(recipe, device):
-    """A step per group, three names, FP32."""
-    value = random((64, 96), 0, device).bfloat16()
-    value = value if recipe is None else RECIPES[recipe].quantize(value)
-    optimizer = FusedAdam([Parameter(value)], lr=1e-2)
-    step(optimizer, 0, 1, 2)
-    saved = optimizer.state_dict()
-    (group,) = saved["param_groups"]
-    assert group["step"] == 3 and isinstance(group["step"], int)
-    assert group.keys() >= {"lr", "bias_correction", "betas", "eps", "weight_decay", "params"}
-    assert {name: x.dtype for name, x in saved["state"][0].items()} == dict.fromkeys(
-        NAMES, torch.float32
-    )
-
-
 def test_a_parameter_with_a_count_of_its_own_keeps_it():
     params = weights()
     optimizer = FusedAdam(params)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     params[0].grad = None
     optimizer.step()
     saved = optimizer.state_dict()
@@ -235,7 +214,7 @@ def test_a_parameter_with_a_count_of_its_own_keeps_it():
 def narrow_pair(device="cpu", **options):
     params = weights(device)
     optimizer = FusedAdam([{"params": params}, {"params": []}], lr=1e-2, **options)
-    step(optimizer, 0, 1, 2)
+    take_steps(optimizer, range(3))
     return optimizer, params
 
 
@@ -255,7 +234,7 @@ def test_the_keyword_of_transformer_engine_gives_its_layout():
     """Megatron makes its optimizer with it, whatever the class is."""
     for options, shows_te in (({}, False), ({"adam_w_mode": True}, True)):
         optimizer = FP4Adam(weights(), exp_avg_dtype=torch.uint8, **options)
-        step(optimizer, 0)
+        take_steps(optimizer, [0])
         for each in (optimizer, copy.deepcopy(optimizer)):
             assert [group.get("step") for group in each.param_groups] == [1 if shows_te else None]
             for state in (*each.state.values(), *each.state_dict()["state"].values()):
@@ -270,14 +249,14 @@ def test_groups_count_steps():
     assert [group["step"] for group in saved["param_groups"]] == [3, 3]
     for group in optimizer.param_groups:
         group["step"] = 7
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     assert [optimizer.state[param]["step"] for param in params] == [8, 8]
     copied = copy.deepcopy(optimizer)
-    step(copied, 0)
+    take_steps(copied, [0])
     assert copied.param_groups[0]["step"] == 9 and optimizer.param_groups[0]["step"] == 8
     # A count that the device has taken back.
     optimizer.found_inf = torch.ones(1)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
     optimizer.load_state_dict(saved)
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
@@ -290,7 +269,7 @@ def test_groups_count_apart_and_those_without_a_count_show_the_largest():
     params = weights()
     optimizer = FusedAdam([{"params": [param]} for param in params] + [{"params": []}])
     assert "step" not in optimizer.state_dict()["param_groups"][0]
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     params[1].grad = None
     optimizer.step()
     assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
@@ -301,7 +280,7 @@ def test_states_are_a_dictionary_to_others():
     states = optimizer.state
     for param in params:
         states[param] = dict(states[param])  # without what is not shown
-    step(optimizer, 3)
+    take_steps(optimizer, [3])
     assert [states[param]["step"] for param in params] == [4, 4]
     moment = torch.zeros_like(states[params[1]]["exp_avg_sq"])
     states[params[1]]["exp_avg_sq"] = moment
@@ -321,7 +300,7 @@ def test_checkpoints_of_torch_distributed_keep_the_count_of_a_group(flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = quantize_model(torch.nn.Linear(64, 64).bfloat16(), "nvfp4")
     optimizer, resumed = (FusedAdam(model.parameters(), lr=1e-2) for _ in range(2))
-    step(optimizer, 0, 1, 2)
+    take_steps(optimizer, range(3))
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     optimizer.zero_grad()
     set_optimizer_state_dict(model, resumed, saved, options=options)

@@ -17,8 +17,6 @@ from fp4adam.optim.state_codec import (
     UE5M11,
     dither_bits,
     dither_origin,
-    join_master,
-    split_master,
 )
 from helpers import bits_equal
 
@@ -228,11 +226,3 @@ def test_tile_dither_is_that_of_the_codecs(start, step, device):
     for first in (0, 2**34 + 7):
         _dither_kernel[(1,)](out, start, dither_origin(first, step))
         assert torch.equal(out.cpu(), torch.stack(dither_bits(first + start, 128, step)))
-
-
-def test_masters_are_joined_of_what_they_were_split_into():
-    master = any_bits(1 << 14)
-    param, remainder = split_master(master)
-    joined, is_nan = join_master(param, remainder), master.isnan()
-    assert bits_equal(joined[~is_nan], master[~is_nan])
-    assert joined[is_nan].isnan().all() and param[is_nan].isnan().all()

@@ -18,7 +18,6 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim.masters import DIGEST
 from fp4adam.optim.remainder import NAN, complete, split_off
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import (
@@ -139,18 +138,6 @@ def test_remainders_keep_what_is_not_finite():
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
-
-
-def test_state_dicts_have_whole_masters_and_compact_ones_remainders():
-    optimizer = FP4Adam([weight(NVFP4Quantizer())], states="8bit")
-    take_steps(optimizer, [0])
-    (param,) = all_params(optimizer)
-    whole = optimizer.state_dict()["state"][0]
-    expected = complete(param.detach(), optimizer.state[param]["master_param"])
-    assert_identical(whole["master_param"], expected)
-    compact = optimizer.compact_state_dict()["state"][0]
-    assert DIGEST not in whole and compact[DIGEST].dtype == torch.int64
-    assert compact["master_param"].dtype == torch.int8
 
 
 @pytest.mark.parametrize("model_first", [True, False])
