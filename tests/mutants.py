@@ -7,8 +7,9 @@
    files run again when they or files that they reach have changed. ``--record FILE`` does this
    alone; ``--coverage FILE`` takes what another machine has recorded, without what has changed.
 2. Of all mutants of the folders, a sample is drawn: one per line, so each folder has its share.
-3. Each mutant gets tests that reach its line, the fastest of each kind first, until one fails or
-   ``--seconds`` of tests have passed. Tests that fail without a mutant, too, do not count.
+3. Each mutant gets tests that reach its line, the fastest of each kind first, and more of files
+   that belong to the changed one, until one fails or ``--seconds`` of tests have passed. Tests that
+   fail without a mutant, too, do not count.
 
 ``--matrix`` runs all tests of a mutant, where one failure would do, and reports what each test
 function kills, alone too, and a greedy cover: what is in none and kills nothing alone may go.
@@ -328,18 +329,21 @@ class Record:
         """By file and line, tests; and seconds by test.
 
         Tests of a line begin with the fastest of each kind: a function with the first of its
-        parameters, such as a scenario or a misuse. Then follow the second fastest.
+        parameters, such as a scenario or a misuse. Then follow the second fastest; of the same
+        folder 4 at a time, of a file with the same name 16.
         """
         times: dict[str, float] = {}
         ranked: dict[tuple[str, int], list] = defaultdict(list)
-        for record in self.tests.values():
+        for file, record in self.tests.items():
             times.update(record["tests"])
             for path, lines in record["lines"].items():
+                names = path.removeprefix("fp4adam/").split("/")
+                most = 16 if file.endswith(f"_{names[-1]}") else 4 if f"/{names[0]}/" in file else 1
                 for line, numbers in {} if path in self.stale else lines.items():
                     some = sorted((record["tests"][n] for n in numbers), key=lambda test: test[1])
                     turns = defaultdict(itertools.count)
                     for test, s in some:
-                        turn = next(turns[test.split("-")[0]])
+                        turn = next(turns[test.split("-")[0]]) // most
                         ranked[path, int(line)].append((turn, s, test))
         return {at: [test for *_, test in sorted(some)] for at, some in ranked.items()}, times
 

@@ -18,7 +18,7 @@ FlatCodes = tuple[Tensor, int]  # memory, and the index of the byte of a matrix 
 
 def write(quantizer: "Quantizer", x: Tensor, out: Storage) -> None:
     """Quantize a matrix into ``out``, whose amax is known; swizzled scales are not written."""
-    layout, values = quantizer.layout, x.detach().float()
+    layout, values = quantizer.layout, x.float()
     for usage, block in layout.blocks.items():
         blocks = blocks_of(values, block)
         amaxes = out.amax if layout.scale_type is None else block_amaxes(layout, blocks, (1, 3))

@@ -187,7 +187,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
             cast.measure(x, amax)
         elif x.numel():
-            amax.copy_(encoding.amax_over(x.detach().float(), (0, 1)))
+            amax.copy_(encoding.amax_over(x.float(), (0, 1)))
         else:
             amax.zero_()
 

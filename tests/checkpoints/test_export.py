@@ -431,7 +431,6 @@ EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
     ("nvfp4", None, {"layout": "fp8"}, "for layout 'fp8', Float8BlockTensor, got NVFP4Tensor; use"),
     ("mxfp8", None, {"layout": "fp8"}, "use layout='compressed-tensors' or 'modelopt'"),
-    ("float8block", None, {"layout": "modelopt"}, "use layout='compressed-tensors' or 'fp8'"),
     ("float8", None, {}, "got Float8Tensor; quantize all .* or call export_masters"),
     (None, None, {}, "got none; quantize all weights"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),

@@ -114,7 +114,6 @@ JSON = {
     '{"a": ' + "[" * 100_000: "must be JSON, got maximum recursion",
     '{"a": ' + "9" * 10_000 + "}": "must be JSON, got Exceeds the limit",
     "{": "must be JSON, got Expecting property name",
-    "\xff\xfe": "must be JSON",
     "": "must be JSON",
 }
 every_file = pytest.mark.parametrize("name", ["config.json", INDEX, FILE, "hf_quant_config.json"])

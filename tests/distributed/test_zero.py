@@ -28,7 +28,7 @@ from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.tensors import backend
-from helpers import assert_identical, random
+from helpers import RECIPES, assert_identical, random
 from ranks import run_ranks
 from te_stand_ins import te_bytes, te_tensor
 
@@ -162,13 +162,7 @@ def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
         quantize_master_weights(**(arguments | change))
 
 
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "float8block": Float8BlockQuantizer(),
-    "float8": Float8Quantizer(),
-    "float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=4),
-}
+QUANTIZERS = RECIPES | {"float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=4)}
 SIZE, STEPS = 32, 8
 OPTIONS = dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 

@@ -223,11 +223,6 @@ REFUSED = {
         r"multiples of 16 .* got \(20, 32\); weights alone",
         lambda _: quantize_model(nn.Linear(32, 20), FLOAT8, lambda module, name: True),
     ),
-    "no rowwise codes": (
-        ValueError,
-        "activations=True must have rowwise codes",
-        lambda _: Recipe(NVFP4Quantizer(rowwise=False), activations=True),
-    ),
     "dW of one quantized operand": (
         ValueError,
         "weight_gradients must be True unless .* got False",

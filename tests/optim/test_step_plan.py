@@ -12,6 +12,7 @@ from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.update_bound import ratio_after
+from fp4adam.tensors.fingerprint import Column, Fingerprint
 from helpers import RECIPES, assert_identical, assert_same_training, make_weight, randn
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
@@ -203,3 +204,22 @@ def test_launches_do_not_depend_on_the_number_of_tensors(
         optimizer.step()
         set_grads(params, 1)
         assert len(count_launches(monkeypatch, optimizer)) == kernels
+
+
+@pytest.mark.parametrize("i", range(2))
+def test_memory_that_another_tensor_had_is_not_taken_for_the_old_one(i):
+    tensors = [torch.zeros(1000), torch.zeros(1000)]
+    found = Fingerprint([Column(tensors, placed=True, versioned=True)])
+    tensors[i].data = torch.empty(0)
+    tensors[i].data = torch.zeros(1000)  # mostly at the same address
+    assert not found.unchanged()
+
+
+def test_steps_that_the_device_skips_are_not_counted(trained, device):
+    plans = set()
+    for overflow in (1.0, 0.0, 1.0):
+        trained.found_inf = torch.full((1,), overflow, device=device)
+        trained.step()
+        plans.add(trained._whole.plan)
+    assert len(plans) == 1
+    assert [each["step"].item() for each in trained.state.values()] == [3.0] * 4

@@ -186,9 +186,7 @@ def test_empty_tensor_becomes_an_empty_tensor(format, shape, path_device):
     [
         ("nvfp4_2d", (24, 32), "NVFP4 must be multiples of 16"),
         ("nvfp4_1d", (32, 24), "NVFP4 must be multiples of 16"),
-        ("nvfp4_2d", (3, 8, 16), "NVFP4 must be multiples of 16"),
         ("mxfp8", (48, 64), "MXFP8 must be multiples of 32"),
-        ("mxfp8", (64, 16), "MXFP8 must be multiples of 32"),
         ("mxfp4_even", (32, 48), "MXFP4 must be multiples of 32"),
         *[(format, (64,), "at least 2 dimensions") for format in QUICK],
         ("nvfp4_2d", (), "at least 2 dimensions"),

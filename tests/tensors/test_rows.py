@@ -18,6 +18,7 @@ from fp4adam import (
     quantize_model,
 )
 from fp4adam.distributed.cast import PartialCast
+from fp4adam.distributed.shards import settle_shard
 from fp4adam.tensors import backend
 from fp4adam.tensors.rows import check_parallel, matrix_shape, parallel_part
 from fp4adam.tensors.storage import Storage
@@ -170,6 +171,16 @@ def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, c
     shard = stack.new_zeros((2, 32, cols))
     shard.copy_(stack[:2])
     assert matrix_shape(shard.view(-1)) == (64, cols)
+
+
+def test_rows_that_are_written_alone_are_quantized_with_the_others():
+    whole = TABLE["mxfp8"].quantize(randn((64, 64)))
+    shard = whole.new_zeros((32, 64))
+    shard.copy_(whole[:32])
+    settle_shard(shard, ())
+    shard[3:5].copy_(torch.ones(2, 64))
+    settle_shard(shard, ())
+    assert shard.pending_value() is None and shard[3:5].dequantize().eq(1).all()
 
 
 @every_window

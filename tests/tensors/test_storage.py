@@ -159,7 +159,6 @@ def test_aliases_see_what_is_exchanged(quantizer):
 
 
 EXCHANGES = {
-    "half": lambda m: m.half(),
     "to": lambda m: m.to("cpu", torch.bfloat16),
     "data": lambda m: setattr(m.weight, "data", NVFP4.quantize(randn(seed=1))),
     "swap": lambda m: torch.utils.swap_tensors(
