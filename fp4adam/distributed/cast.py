@@ -32,8 +32,9 @@ class SpanCast:
         torch.distributed.all_reduce(cast.amaxes, torch.distributed.ReduceOp.MAX, group)
         cast.write(values)
 
-    Values are contiguous, of any shape, and may be different tensors at every call. The number of
-    launches does not depend on the number of spans, and nothing waits for the device.
+    Values are contiguous, of any shape, and may be different tensors at every call; the memory of
+    weights is always the same. The number of launches does not depend on the number of spans, and
+    nothing waits for the device.
 
     Attributes:
         spans: The spans.

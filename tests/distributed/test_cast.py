@@ -230,9 +230,6 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     span = ["_span_kernel"] * 2
     assert launched[1:] == [*span, "_scales_kernel", *span, "_transpose_kernel"]
     assert len(prepared) == 2  # one per cast
-    weights[-1]._rowwise_data = weights[-1]._rowwise_data.clone()
-    cast.write(values)
-    assert len(prepared) == 3
 
 
 @pytest.mark.parametrize("size", read_index()["transposed_sha16"])
