@@ -117,9 +117,9 @@ def e2m1_value(code):
 
 # Conversions to and from E4M3 are instructions from compute capability 9.0 on. 8.0 has none, for
 # 8.9 Triton rounds twice (3.6, 3.7), and its interpreter gets ties, carries and subnormals wrong
-# (3.6 to 3.9). They convert words here: ptxas 12.9, which Triton 3.6 to 3.8 ship, mixes up the
-# bytes of converted values that are stored twice (plain and transposed) or packed into words
-# (triton issue 11111; seen on an H200 with Triton 3.6).
+# (3.6 to 3.9). They convert words here, or numbers alone: ptxas 12.9, which Triton 3.6 to 3.8 ship,
+# mixes up the bytes of values converted in pairs that are stored twice (plain and transposed) or
+# packed into words (triton issue 11111; seen on an H200 with Triton 3.6).
 
 
 @triton.jit
