@@ -15,12 +15,15 @@ from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG,
     OF_EXP_AVG_SQ,
     OF_MASTERS,
+    byte_of,
     dtype_of,
     element_hash,
     load_scale,
+    load_scale_words,
     load_state,
     starts_from_codes,
     store_scale,
+    store_scale_words,
     store_state,
 )
 
@@ -125,6 +128,55 @@ class Scales(NamedTuple):
     value: Any
     exp_avg: Any
     exp_avg_sq: Any
+
+
+@triton.jit
+def load_scales(
+    pointers, start, step, stride, VARIANT: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """The :class:`Scales` of LOOP tiles in words, by :func:`load_scale_words`."""
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    return Scales(
+        load_scale_words(pointers.value_extra, start, step, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(pointers.exp_avg_scale, start, step, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(pointers.exp_avg_sq_scale, start, step, stride, SECOND, LOOP, BR, BC),
+    )
+
+
+@triton.jit
+def scales_of(words, i):
+    """The :class:`Scales` of tile ``i``, from words."""
+    return Scales(byte_of(words[0], i), byte_of(words[1], i), byte_of(words[2], i))
+
+
+@triton.jit
+def with_scales(words, scales, i):
+    """The words with the scales of tile ``i``, whose bytes were zero."""
+    return Scales(
+        words[0] | (scales[0].to(tl.uint32) << (8 * i)),
+        words[1] | (scales[1].to(tl.uint32) << (8 * i)),
+        words[2] | (scales[2].to(tl.uint32) << (8 * i)),
+    )
+
+
+@triton.jit
+def store_scales(
+    pointers, start, step, stride, words, VARIANT: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`load_scales` loads."""
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    ptr = pointers
+    store_scale_words(ptr.value_extra, start, step, stride, words.value, VALUE, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_scale, start, step, stride, words.exp_avg, FIRST, LOOP, BR, BC)
+    store_scale_words(
+        ptr.exp_avg_sq_scale, start, step, stride, words.exp_avg_sq, SECOND, LOOP, BR, BC
+    )
 
 
 @triton.constexpr_function

@@ -14,12 +14,17 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
+    Scales,
     Variant,
     lanes_of_states,
     load_scalars,
+    load_scales,
+    scales_of,
     state_lanes,
     state_pointers,
     step_tile,
+    store_scales,
+    with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
@@ -39,6 +44,7 @@ from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
+    load_row_scale_words,
     store_codes,
     store_column_scales,
     store_row_scales,
@@ -48,10 +54,10 @@ from fp4adam.kernels.tiles.codes import capability, round_through
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
+    byte_of,
     element_hash,
     has_scales,
     load_scale,
-    load_scale_words,
     load_state,
     max_registers,
     starts_from_codes,
@@ -220,11 +226,17 @@ def step_kernel(
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
     DC: tl.constexpr = 0 if DOWN else BC
-    if VARIANT.is_updated:
-        scale_words = load_scale_words(
-            states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
-            min(PARTS, 4), BR, BC,
-        )  # fmt: skip
+    first, apart = tile_start(first_row, first_col, cols), DR * cols + DC
+    # Scales of all parts wait in words, a byte of a word each.
+    IN_WORDS: tl.constexpr = PARTS <= 4 and not MASKED
+    none = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    new_scales = Scales(none, none, none)
+    if IN_WORDS:
+        old_scales = load_scales(states, first, apart, cols, VARIANT, PARTS, BR, BC)
+        if FROM_CODES and F.scale != "" and F.scale != "float32":
+            scale_words = load_row_scale_words(
+                storage, first_row, first_col, rows, cols, F, PARTS, DR, DC, BR, BC
+            )
     given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
@@ -237,22 +249,28 @@ def step_kernel(
         master, dither = None, None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
+            scale = None
+            if IN_WORDS and F.scale != "" and F.scale != "float32":
+                scale = byte_of(scale_words, i)
             master = load_masters(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
-                BC, LANES,
+                BC, LANES, scale,
             )  # fmt: skip
         if VARIANT.is_updated:
-            if PARTS <= 4:
-                scale = ((scale_words >> (8 * i)) & 0xFF).to(tl.uint8)
+            if IN_WORDS:
+                scale = byte_of(old_scales.value, i)
             else:
                 scale = load_scale(states.value_extra, ahead, cols, mask, VALUE, BR, BC)
             value = load_state(
                 states.value, states.value_extra, ahead, cols, mask, scale, VALUE, BR, BC
             )
         else:
-            value, _, dither, new_ratio = step_tile(
-                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master=master
+            scales = scales_of(old_scales, i) if IN_WORDS else None
+            value, scales, dither, new_ratio = step_tile(
+                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master
             )
+            if IN_WORDS:
+                new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
                 new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
                 ratio = tl.maximum(ratio, new_ratio)
@@ -272,6 +290,8 @@ def step_kernel(
                 kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
+    if IN_WORDS and not VARIANT.is_updated:
+        store_scales(states, first, apart, cols, new_scales, VARIANT, PARTS, BR, BC)
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
     storage = storage_pointers(table, tensor, tl.uint32, SCALES)
     if FROM_CODES:

@@ -38,14 +38,32 @@ def row_scale_pointers(
 
 
 @triton.jit
+def load_row_scale_words(
+    storage, row, col, rows, cols, F: tl.constexpr, LOOP: tl.constexpr, DR: tl.constexpr,
+    DC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The uint8 scales of LOOP parts [BR, BC], DR rows and DC columns apart, a byte of a word each.
+
+    As :func:`load_scale_words`, of blocks in rows and of square ones.
+    """
+    ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
+    words = tl.load(ptr).to(tl.uint32)
+    for i in tl.static_range(1, LOOP):
+        r, c = row + i * DR, col + i * DC
+        ptr = row_scale_pointers(storage.rowwise_scale, r, c, rows, cols, F, BR, BC)
+        words |= tl.load(ptr).to(tl.uint32) << (8 * i)
+    return words
+
+
+@triton.jit
 def load_masters(
     storage, remainders, start, row, col, rows, cols, mask, tensor_amax, epsilon, F: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr, scale=None,
 ):  # fmt: skip
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
     remainders: pointer, read at ``start``; None for none. tensor_amax: of the stored codes. LANES:
-    neighbours per thread.
+    neighbours per thread. scale: of the blocks, if the caller has loaded it.
     """
     CODE: tl.constexpr = F.code
     if F.bits == 4:
@@ -58,8 +76,11 @@ def load_masters(
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
         value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
-    scale = 0
-    if F.scale != "":
+    if scale is not None:
+        pass
+    elif F.scale == "":
+        scale = 0
+    else:
         ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
         if F.square or F.scale != "float32":
             scale = tl.load(ptr)

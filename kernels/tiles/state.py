@@ -216,6 +216,12 @@ def store_scale(
 
 
 @triton.jit
+def byte_of(words, i):
+    """Byte ``i`` of words, uint8."""
+    return ((words >> (8 * i)) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
 def load_scale_words(
     scale_ptr, start, step, stride, CODEC: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
@@ -231,6 +237,18 @@ def load_scale_words(
         scale = load_scale(scale_ptr, start + i * step, stride, None, CODEC, BR, BC)
         words |= scale.to(tl.uint32) << (8 * i)
     return words
+
+
+@triton.jit
+def store_scale_words(
+    scale_ptr, start, step, stride, words, CODEC: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`load_scale_words` loads."""
+    if is_scaled(CODEC):
+        i = tl.arange(0, LOOP)[:, None, None]
+        offs = (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        tl.store(scale_ptr + offs[None, :, :] + i * (step >> 5), byte_of(words[None, :, :], i))
 
 
 @triton.jit
