@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 
 from fp4adam.kernels.tiles.codes import (
+    amax,
+    byte_at,
     capability,
     e2m1_code,
     e2m1_value,
+    e2m1_words,
     e4m3_code,
     e4m3_value,
     e4m3_word_values,
@@ -118,29 +121,6 @@ def per_element(factor, FORM: tl.constexpr):
 
 
 @triton.jit
-def _larger(x, y):
-    """The larger one of two numbers; NaN if any is."""
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
-    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
-    if not KEEPS_NAN:
-        if capability() == 0:
-            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
-        amax = tl.max(tl.abs(x), AXIS)
-        amax = tl.where(amax == amax, amax, 0.0)
-    elif capability() > 0:
-        amax = tl.reduce(tl.abs(x), AXIS, _larger)
-    else:
-        # As integers NaN is the largest; the interpreter reduces by a function element by element.
-        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
-        amax = bits.to(tl.float32, bitcast=True)
-    return amax
-
-
-@triton.jit
 def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     """The largest magnitudes of float32 blocks by :func:`in_blocks`.
 
@@ -148,10 +128,10 @@ def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     """
     KEEPS: tl.constexpr = F.code != "e4m3"
     if FORM == "square":
-        amax = _amax(_amax(blocks, 3, KEEPS), 1, KEEPS)
+        largest = amax(amax(blocks, 3, KEEPS), 1, KEEPS)
     else:
-        amax = _amax(blocks, 2 if FORM == "row" else 1, KEEPS)
-    return amax
+        largest = amax(blocks, 2 if FORM == "row" else 1, KEEPS)
+    return largest
 
 
 @triton.jit
@@ -250,7 +230,9 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     value = x
-    if CODE == "e2m1":
+    if CODE == "e2m1" and VALUES and capability() >= 90:
+        words, value = e2m1_words(x, R, C)
+    elif CODE == "e2m1":
         code, value = e2m1_code(x, VALUES)
         words = pack_words(code, 4, R, C)
     else:
@@ -333,26 +315,6 @@ _FOUR_FLOATS = tl.constexpr(
     " prmt.b32 $2, x, 0x4B000000, 0x7442;"
     " prmt.b32 $3, x, 0x4B000000, 0x7443; }"
 )
-# Bits 15 to 22 of four numbers, less 128.
-_FOUR_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x6521; prmt.b32 high, $3, $4, 0x6521;"
-    " shr.u32 low, low, 7; shr.u32 high, high, 7;"
-    " prmt.b32 low, low, high, 0x6420; xor.b32 $0, low, 0x80808080; }"
-)
-
-
-@triton.jit
-def code_power(value, F: tl.constexpr, INVERTED: tl.constexpr):
-    """The powers of two, float32, of codes with these float32 values, or two over them."""
-    LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
-    bits = value.to(tl.int32, bitcast=True)
-    if INVERTED:
-        power = tl.minimum(~bits & 0x7F800000, 0x7F800000 - LEAST)
-    else:
-        power = tl.maximum(bits & 0x7F800000, LEAST)
-    if F.caps:
-        power = tl.where(tl.abs(value) == 6.0, 0x3E800000 if INVERTED else 0x41000000, power)
-    return power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -372,50 +334,69 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     else:
         inverse = tl.minimum(tl.div_rn(0.5, of_units * (1.0 / PER_POWER)), FP32_MAX * 0.5)
     value = in_blocks(value, F.block, FORM)
-    power = code_power(value, F, True)
     steps = in_blocks(master, F.block, FORM) - value * per_element(factor, FORM)
-    steps = steps * (per_element(inverse, FORM) * power)
-    # From 256 to 512 a number has 15 bits below the point, which the dither rounds up or down. The
-    # lowest byte of its integer part is the remainder plus 128. That of Inf is 0, also for NaN.
-    steps += 384.0
+    inverse = per_element(inverse, FORM)
+    bits = value.to(tl.uint32, bitcast=True) & 0x7F800000
+    if F.bits == 4:
+        # Twice the inverse over the power of two of the code, on the bits; no exponent overflows.
+        of_one = inverse.to(tl.uint32, bitcast=True)
+        power = tl.minimum(of_one + (128 << 23) - bits, of_one + (1 << 23))
+        if F.caps:
+            power = tl.where(tl.abs(value) == 6.0, of_one - (2 << 23), power)
+        steps *= power.to(tl.float32, bitcast=True)
+    else:
+        power = tl.minimum(0x7F800000 - bits, 0x7F800000 - _LEAST_E4M3)
+        steps *= inverse * power.to(tl.float32, bitcast=True)
     if F.tensor_amax == "history":
         # The scale is that of other values, which codes may not reach.
-        steps = tl.where(tl.abs(steps) < float("inf"), steps, float("nan"))
-        inside = tl.minimum(tl.maximum(steps, 257.0), 511.0)
-        steps = tl.where(steps == steps, inside, float("inf"))
-    bits = tl.minimum(steps.to(tl.uint32, bitcast=True), 0x7F800000)
-    bits = (bits + (in_blocks(dither, F.block, FORM) >> 17)).to(tl.int32)
+        inside = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        steps = tl.where(tl.abs(steps) < float("inf"), inside, steps)
+    # From 1/2 to 1, 512 times as much has 15 bits below the point, which the dither rounds up or
+    # down. The lowest byte of its integer part is the remainder plus 128; of 0 and 1 it is 0.
     if capability() > 0:
-        remainder = tl.inline_asm_elementwise(
-            _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
-        )
+        # Inf gives 1, -Inf and NaN give 0.
+        steps = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f3B000000, 0f3F400000;", "=f,f", [steps], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        remainder = ((bits >> 15) ^ 0x80).to(tl.int8)
+        steps = tl.where(steps == steps, steps * (1.0 / 512.0) + 0.75, 0.0)
+        steps = tl.minimum(tl.maximum(steps, 0.0), 1.0)
+    bits = steps.to(tl.int32, bitcast=True)
+    bits += (in_blocks(dither, F.block, FORM) >> 17).to(tl.int32)
+    remainder = byte_at(bits, 15, 0x80).to(tl.int8, bitcast=True)
     return tl.reshape(remainder, (master.shape[0], master.shape[1]))
 
 
 @triton.jit
-def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
+def complete(value, scale, tensor_amax, epsilon, steps, product, F: tl.constexpr):
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
-    value, scale: of the codes. remainder: None for none.
+    value, scale: of the codes. steps: the remainders, -128 of NaN, or None for none; or None, and
+    in ``product`` each times the power of two of its code.
     """
     FORM: tl.constexpr = F.form
     PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
+    LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
     blocks = in_blocks(value, F.block, FORM)
     master = blocks * per_element(factor, FORM)
-    if remainder is not None:
+    unit = per_element(of_units * (1.0 / PER_POWER), FORM)
+    if product is not None:
+        master += in_blocks(product, F.block, FORM) * unit
+    elif steps is not None:
         if capability() > 0:
             steps = tl.inline_asm_elementwise(
-                _FOUR_FLOATS, "=f,=f,=f,=f,r", [remainder], dtype=tl.float32, is_pure=True, pack=4
+                _FOUR_FLOATS, "=f,=f,=f,=f,r", [steps], dtype=tl.float32, is_pure=True, pack=4
             )
             steps -= 8388736.0
         else:
-            steps = remainder.to(tl.float32)
+            steps = steps.to(tl.float32)
         steps = in_blocks(tl.where(steps == -128.0, float("nan"), steps), F.block, FORM)
-        power = code_power(blocks, F, False)
-        master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
+        power = tl.maximum(blocks.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+        if F.caps:
+            power = tl.where(tl.abs(blocks) == 6.0, 0x41000000, power)
+        master += steps * (power.to(tl.float32, bitcast=True) * unit)
     return tl.reshape(master, (value.shape[0], value.shape[1]))
 
 

@@ -27,7 +27,16 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
-from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
+from fp4adam.kernels.format import (
+    CODE_BITS,
+    Format,
+    Part,
+    amax_of_blocks,
+    encode,
+    format_of,
+    in_blocks,
+    split_off,
+)
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,
@@ -120,7 +129,7 @@ def _encode_part(
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
         if dither is None:
-            dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+            dither = element_hash(start, cols, constants.dither, BR, BC) * OF_MASTERS
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
@@ -220,8 +229,10 @@ def step_kernel(
     if HOLDS:
         held = tl.zeros((PARTS, BR, BC), tl.int32)
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.
-    largest = tl.zeros((BR, BC // LANES), tl.float32)
-    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
+    ratio = tl.zeros((BR, BC // LANES), tl.float32)
+    largest = ratio
+    if SPLITS and F.scale == "e4m3":
+        largest = tl.zeros((BR // F.block if F.square else BR, BC // F.block), tl.float32)
     VALUE: tl.constexpr = VARIANT.value_codec
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
@@ -272,22 +283,29 @@ def step_kernel(
             if IN_WORDS:
                 new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
-                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+                new_ratio = tl.max(tl.reshape(tl.abs(new_ratio), (BR, BC // LANES, LANES)), 2)
                 ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
         if HOLDS:
             held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
         else:
-            if REPORTS:
-                x = round_through(value, VARIANT.write_dtype)
+            x = round_through(value, VARIANT.write_dtype)
+            row_amax = None
+            if SPLITS and F.scale == "e4m3":
+                # A bound is enough, so that a block with NaN may count as Inf.
+                FORM: tl.constexpr = F.form
+                row_amax = amax_of_blocks(in_blocks(x, F.block, FORM), F, FORM)
+                bound = tl.where(row_amax == row_amax, row_amax, float("inf"))
+                largest = tl.maximum(largest, bound)
+            elif REPORTS:
                 if capability() == 0:
                     x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
                 # NaN is no larger than any number for ``tl.maximum``.
                 x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
                 largest = tl.maximum(largest, x)
             kept = _encode_part(
-                kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
+                kept, value, i, row, col, row_amax, None, dither, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
     if IN_WORDS and not VARIANT.is_updated:

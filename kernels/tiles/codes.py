@@ -24,6 +24,86 @@ _FOUR_VALUES = tl.constexpr(
     " cvt.f32.f16 $2, h2;"
     " cvt.f32.f16 $3, h3; }"
 )
+# Four numbers, scaled by 2^-8, and a mask of their bits in FP16 to a word of E4M3 codes. What would be
+# subnormal there is zero.
+_FOUR_CUT_CODES = tl.constexpr(
+    "{ .reg .b32 a, b, c; .reg .b16 low, high;"
+    " cvt.rz.f16x2.f32 a, $2, $1; cvt.rz.f16x2.f32 b, $4, $3;"
+    " and.b32 a, a, $5; and.b32 b, b, $5; mov.b32 c, 0x5C005C00;"
+    " mul.ftz.f16x2 a, a, c; mul.ftz.f16x2 b, b, c;"
+    " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b;"
+    " mov.b32 $0, {low, high}; }"
+)
+
+
+def _code_assembly() -> str:
+    """PTX of eight E2M1 codes: operands are their word, their values, and the numbers."""
+    lines = [".reg .f32 a; .reg .b32 r;", *(f".reg .f32 s{i};" for i in range(8))]
+    for i in range(8):
+        # As in :func:`e2m1_code`. E5M2 has what E2M1 has in the bits below its sign, but for one,
+        # if its smallest power of two stands for 1.
+        lines += [
+            f"abs.f32 a, ${i + 9}; min.f32 a, a, 0f40C00000;",
+            "and.b32 r, a, 0x7F800000; add.s32 r, r, 0x0B000000; max.s32 r, r, 0x4A800000;",
+            "add.rn.f32 a, a, r; sub.rn.f32 a, a, r;",
+            f"lop3.b32 ${i + 1}, a, ${i + 9}, 0x80000000, 0xD8;",
+            f"mul.rn.f32 s{i}, ${i + 1}, 0f38800000;",
+        ]
+    lines += [".reg .b16 low, high; .reg .b32 even, odd, b, c;"]
+    for name, i in (("even", 0), ("odd", 1)):
+        lines += [
+            f"cvt.rn.satfinite.e5m2x2.f32 low, s{i + 2}, s{i};",
+            f"cvt.rn.satfinite.e5m2x2.f32 high, s{i + 6}, s{i + 4}; mov.b32 {name}, {{low, high}};",
+        ]
+    lines += [
+        "shr.u32 b, even, 1; shr.u32 c, even, 4; lop3.b32 b, b, c, 0x08080808, 0xD8;",
+        "shl.b32 c, odd, 3; lop3.b32 c, c, odd, 0x80808080, 0xD8;",
+        "lop3.b32 $0, b, c, 0xF0F0F0F0, 0xD8;",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_EIGHT_CODES = tl.constexpr(_code_assembly())
+
+
+@triton.constexpr_function
+def _remainder_assembly(CAPS):
+    """PTX of eight E2M1 codes with int8 remainders, for :func:`e2m1_with_remainders`.
+
+    Operands are values, products, the word of codes, and two words of remainders.
+    """
+    # The upper bytes of numbers in FP16: of values, and of 2^10 times powers of two.
+    powers = 0x706C6868 if CAPS else 0x6C6C6868
+    lines = [".reg .b32 c, m, s, p, x, y, z, all; .reg .b16 low, high; .reg .pred none;"]
+    lines += ["mov.b32 all, 0;"]
+    for half in range(2):
+        lines += [
+            f"shr.u32 s, $16, {16 * half}; and.b32 c, s, 0x7777;",
+            "prmt.b32 m, 0x3E3C3800, 0x46444240, c;",
+            f"prmt.b32 p, 0x64646464, {powers}, c;",
+            # 0x80 or 0xFF, by the sign of a code.
+            "prmt.b32 s, 0x80808080, 0x80808080, s; shl.b32 s, s, 7;",
+            "lop3.b32 m, m, s, 0x80808080, 0xD8;",
+            f"xor.b32 y, ${17 + half}, 0x80808080;",
+            "sub.u32 z, y, 0x01010101; lop3.b32 all, z, y, all, 0xBA;",
+        ]
+        for pair in range(2):
+            first = 4 * half + 2 * pair
+            value, product = ("0x1404", "0x5140") if pair == 0 else ("0x3424", "0x7362")
+            lines += [
+                f"prmt.b32 x, m, 0, {value}; mov.b32 {{low, high}}, x;",
+                f"cvt.f32.f16 ${first}, low; cvt.f32.f16 ${first + 1}, high;",
+                # (1024 + byte) * power, less 1152 * power.
+                f"prmt.b32 x, y, p, {product}; and.b32 z, x, 0xFF00FF00; or.b32 z, z, 0x80808080;",
+                "add.rn.f16x2 x, x, z; mov.b32 {low, high}, x;",
+                f"cvt.f32.f16 ${first + 8}, low; cvt.f32.f16 ${first + 9}, high;",
+            ]
+    # Whether a byte is zero, a remainder -128.
+    lines += ["and.b32 all, all, 0x80808080; setp.eq.u32 none, all, 0; @none bra DONE;"]
+    for i in range(8):
+        byte = f"and.b32 x, ${17 + i // 4}, {0xFF << i % 4 * 8}; setp.eq.u32 none, x, "
+        lines += [byte + f"{0x80 << i % 4 * 8}; @none mov.b32 ${i + 8}, 0x7FC00000;"]
+    return "{ " + " ".join([*lines, "DONE:"]) + " }"
 
 
 def capability(_semantic: Any = None) -> int | tl.constexpr:
@@ -75,6 +155,29 @@ def round_through(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _larger(x, y):
+    """The larger one of two numbers; NaN if any is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
+    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
+    if not KEEPS_NAN:
+        if capability() == 0:
+            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
+        largest = tl.max(tl.abs(x), AXIS)
+        largest = tl.where(largest == largest, largest, 0.0)
+    elif capability() > 0:
+        largest = tl.reduce(tl.abs(x), AXIS, _larger)
+    else:
+        # As integers NaN is the largest; the interpreter reduces by a function element by element.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
+        largest = bits.to(tl.float32, bitcast=True)
+    return largest
+
+
+@triton.jit
 def e2m1_code(x, VALUES: tl.constexpr):
     """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 
@@ -118,6 +221,60 @@ def e2m1_value(code):
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
+@triton.jit
+def _interleaved(x0, x1, x2, x3, x4, x5, x6, x7, R: tl.constexpr, C: tl.constexpr):
+    """Every eighth column each, as [R, C]."""
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), (R, C))
+
+
+@triton.jit
+def e2m1_words(x, R: tl.constexpr, C: tl.constexpr):
+    """Words of codes as by :func:`pack_words`, and their values; for compute capability 9.0 on.
+
+    x: float32 [R, C], products, as NaN with a sign would keep it. Returns uint32 [R, C / 8] and
+    float32 [R, C], with the sign of x.
+    """
+    even, odd = tl.split(tl.reshape(x, (R, C // 8, 2, 2, 2)))
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    words, v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        _EIGHT_CODES,
+        "=r,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
+        [x0, x1, x2, x3, x4, x5, x6, x7],
+        dtype=(tl.uint32,) + (tl.float32,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    return words, _interleaved(v0, v1, v2, v3, v4, v5, v6, v7, R, C)
+
+
+@triton.jit
+def e2m1_with_remainders(words, remainders, CAPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Values of E2M1 codes, and their powers of two times int8 remainders; compiled only.
+
+    words: [R, C / 8], of codes. remainders: [R, C / 4], of bytes; -128 gives NaN. CAPS: whether the
+    power of 6 is 8. Returns float32 [R, C] twice.
+    """
+    low, high = tl.split(tl.reshape(remainders, (R, C // 8, 2)))
+    assembly: tl.constexpr = _remainder_assembly(CAPS)
+    v0, v1, v2, v3, v4, v5, v6, v7, p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
+        assembly,
+        "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,r,r,r",
+        [words, low, high],
+        dtype=(tl.float32,) * 16,
+        is_pure=True,
+        pack=1,
+    )
+    values = _interleaved(v0, v1, v2, v3, v4, v5, v6, v7, R, C)
+    return values, _interleaved(p0, p1, p2, p3, p4, p5, p6, p7, R, C)
+
+
 # Conversions to and from E4M3 are instructions from compute capability 9.0 on. 8.0 has none, for
 # 8.9 Triton rounds twice (3.6, 3.7), and its interpreter gets ties, carries and subnormals wrong
 # (3.6 to 3.9). They convert words here: ptxas 12.9, which Triton 3.6 to 3.8 ship, mixes up the
@@ -148,6 +305,41 @@ def e4m3_code(x, WHOLE: tl.constexpr = False):
         # As signed integers, -Inf and all negative numbers are below the negative NaNs.
         code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)
     return code
+
+
+@triton.jit
+def cut_e4m3_code(x, keep):
+    """Bits, uint8, of 2^8 times float32 numbers, cut to E4M3 or to zero if below its least power.
+
+    keep: -(1 << 7) twice, as int32, or 0 for code 0. For compute capability 9.0 on.
+    """
+    return tl.inline_asm_elementwise(
+        _FOUR_CUT_CODES, "=r,f,f,f,f,r,r,r,r", [x, keep], dtype=tl.uint8, is_pure=True, pack=4
+    )
+
+
+@triton.constexpr_function
+def _bytes_assembly(FIRST, FLIPS):
+    low = FIRST // 8
+    select = (low + 5) << 12 | (low + 4) << 8 | (low + 1) << 4 | low
+    return (
+        f"{{ .reg .b32 a, b; prmt.b32 a, $1, $2, {select}; prmt.b32 b, $3, $4, {select};"
+        f" shr.u32 a, a, {FIRST % 8}; shr.u32 b, b, {FIRST % 8};"
+        f" prmt.b32 a, a, b, 0x6420; xor.b32 $0, a, {FLIPS * 0x01010101}; }}"
+    )
+
+
+@triton.jit
+def byte_at(x, FIRST: tl.constexpr, FLIPS: tl.constexpr = 0):
+    """The bits from FIRST to FIRST + 7 of int32 numbers, uint8, with those of FLIPS inverted."""
+    if capability() > 0:
+        assembly: tl.constexpr = _bytes_assembly(FIRST, FLIPS)
+        byte = tl.inline_asm_elementwise(
+            assembly, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        byte = ((x >> FIRST) ^ FLIPS).to(tl.uint8)
+    return byte
 
 
 @triton.jit

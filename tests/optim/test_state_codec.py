@@ -193,6 +193,8 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     n_any = n // 64 * 32
     known = near_carries()
     x = torch.cat([any_bits(n_any), numbers(codec, n - n_any - len(known)), known])
+    if codec in SQUARES:
+        x = x.abs()
     step = 123456
     codes, scales = codec.encode(x, dither_bits(0, n, step).exp_avg)
     decoded = codec.decode(codes, scales)
