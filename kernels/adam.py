@@ -331,6 +331,7 @@ def update_quotient(m, step, v, c, eps, PACK: tl.constexpr = 4):
         quotient = tl.div_rn(m * step, tl.sqrt_rn(v) * c + eps)
         least = tl.full((), 1.1754943508222875e-38, tl.float32)
         ratio = tl.div_rn(m, tl.sqrt_rn(tl.maximum(v, least))) * (1.0 / RATIO_UNIT)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)  # NumPy warns of NaN alone
     return quotient, ratio
 
 
