@@ -76,7 +76,7 @@ def lanes_of_states(variant: Variant) -> int:
     value_codec, *moments = codecs
     small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
     small = small and grad_dtype != tl.float32
-    return 8 if small and not amsgrad else 4
+    return 16 if small and not amsgrad else 4
 
 
 # For kernels alone.
@@ -362,7 +362,7 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
     quotient, ratio = update_quotient(
         m, scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps,
-        state_lanes(VARIANT),
+        min(state_lanes(VARIANT), 8),
     )  # fmt: skip
     if VARIANT.amsgrad:
         _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)

@@ -95,7 +95,8 @@ def field_shape(F, PARTS, BR, BC, field):
 def insert_tile(tiles, tile, i):
     """The tiles [n, R, C] with tile ``i`` replaced by ``tile`` [R, C]."""
     number = tl.arange(0, tiles.shape[0])[:, None, None]
-    return tl.where(number == i, tile[None, :, :], tiles)
+    # By a reshape, which every layout of the tile survives.
+    return tl.where(number == i, tl.reshape(tile, (1, tile.shape[0], tile.shape[1])), tiles)
 
 
 @triton.jit
@@ -400,7 +401,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     codecs = variant.codecs
     scaled = has_scales(*codecs) or variant.is_updated
     encodes = are_narrow(*codecs) and not has_scales(*codecs)
-    has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
+    has_lanes = lanes_of_states(variant) > 4  # of states in a byte each
     # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
     is_roomy = sm == 90 or not has_lanes
     completes = starts_from_codes(codecs[0])

@@ -74,16 +74,16 @@ def load_masters(
     steps, product = None, None
     if F.bits == 4:
         WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+        N: tl.constexpr = min(LANES, 8)
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
-        ptr += tile_start(row, col // LANES, cols // LANES)
-        offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
-        words = tl.load(ptr + offs)
-        if LANES == 8 and remainders is not None and capability() > 0:
+        ptr += tile_start(row, col // N, cols // N)
+        words = tl.load(ptr + tile_offsets(cols // N, BR, BC // N, LANES // N))
+        if LANES >= 8 and remainders is not None and capability() > 0:
             ptr = remainders.to(tl.pointer_type(tl.uint32)) + (start >> 2)
-            bytes = tl.load(ptr + tile_offsets(cols >> 2, BR, BC // 4, 2))
+            bytes = tl.load(ptr + tile_offsets(cols >> 2, BR, BC // 4, LANES // 4))
             value, product = e2m1_with_remainders(words, bytes, F.caps, BR, BC)
         else:
-            code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, LANES))
+            code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, N))
             value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
