@@ -16,8 +16,8 @@ from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG_SQ,
     OF_MASTERS,
     byte_of,
+    dither_of,
     dtype_of,
-    element_hash,
     load_scale,
     load_scale_words,
     load_state,
@@ -340,8 +340,8 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
     """One Adam update; each operation is a separate, correctly rounded FP32 operation.
 
     grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read only with
-    AMSGrad). scalars: from :func:`load_scalars`. Returns the updated value, first moment, second
-    moment and largest second moment, and the ratio of the moments by :func:`update_quotient`.
+    AMSGrad). scalars: from :func:`load_scalars`. Returns the value before its update
+    by :func:`update_quotient`, first moment, second moment and largest second moment.
     ``fp4adam.optim.adam.adam_`` has the same operations in the same order, so that the bits are the
     same: change both or neither.
     """
@@ -360,16 +360,7 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
     if VARIANT.amsgrad:
         # Keeps a NaN on either side, since comparisons with NaN are False.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
-    quotient, ratio = update_quotient(
-        m, scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps,
-        min(state_lanes(VARIANT), 8),
-    )  # fmt: skip
-    if VARIANT.amsgrad:
-        _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
-    p = p - quotient
-    # A zero step leaves the value alone: no decay, and the sign of a zero stays.
-    p = tl.where(scalars.step_size != 0, p, value)
-    return p, m, v, largest, ratio
+    return p, m, v, largest
 
 
 @triton.jit
@@ -386,7 +377,6 @@ def step_tile(
     value, float32, if the caller has decoded it and stores it. start, stride and BC must be
     multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and of a decoded master the dither of its remainder, or by which it has been rounded to codes,
     and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
     """
     ptr = pointers
@@ -413,22 +403,32 @@ def step_tile(
     v = load_state(ptr.exp_avg_sq, None, ahead, stride, mask, old.exp_avg_sq, SECOND, BR, BC, LANES)
     largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else v
 
-    value, m, v, largest, ratio = adam_tile(grad, value, m, v, largest, constants, VARIANT)
+    decayed, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
 
-    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    hashes = element_hash(start, stride, constants.dither, BR, BC)
-    dither, value_scale = hashes * OF_MASTERS, old.value
+    # If no codec uses a dither, the compiler removes it.
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG, BR, BC)
+    _, scale = store_state(
+        ptr.exp_avg, None, start, stride, mask, m, dither, FIRST, BR, BC, STORE, LANES
+    )
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG_SQ, BR, BC)
+    _, scale_sq = store_state(
+        ptr.exp_avg_sq, None, start, stride, mask, v, dither, SECOND, BR, BC, STORE, LANES
+    )
+    # Last, because it takes most registers.
+    quotient, ratio = update_quotient(
+        m, constants.step_size, largest, constants.rsqrt_bias_correction2, constants.eps,
+        4,
+    )  # fmt: skip
+    if VARIANT.amsgrad:
+        _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
+    # A zero step leaves the value alone: no decay, and the sign of a zero stays.
+    value = tl.where(constants.step_size != 0, decayed - quotient, value)
+    value_scale = old.value
     if master is None:
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
         value, value_scale = store_state(
             ptr.value, ptr.value_extra, start, stride, mask, value, dither, VALUE, BR, BC, STORE
         )
-    _, scale = store_state(
-        ptr.exp_avg, None, start, stride, mask, m, hashes * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
-    )
-    _, scale_sq = store_state(
-        ptr.exp_avg_sq, None, start, stride, mask, v, hashes * OF_EXP_AVG_SQ, SECOND, BR, BC, STORE,
-        LANES,
-    )  # fmt: skip
     if STORE and VARIANT.amsgrad:
         tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
     if STORE and scales is None:
@@ -437,11 +437,12 @@ def step_tile(
         store_scale(ptr.exp_avg_sq_scale, start, stride, mask, scale_sq, SECOND, BR, BC)
     if VALUE == "codes":
         # Without masters, values get the four significant bits of E4M3 by dither.
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
         bits = tl.where(tl.abs(value) < float("inf"), rounded, bits)
         value = bits.to(tl.float32, bitcast=True)
-    return value, Scales(value_scale, scale, scale_sq), dither, ratio
+    return value, Scales(value_scale, scale, scale_sq), ratio
 
 
 class StepLaunch:

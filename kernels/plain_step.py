@@ -76,7 +76,7 @@ def _plain_kernel(
         new = Scales(none, none, none)
         start = first  # counted apart from ``i``, which the loop is ahead with when it prefetches
         for i in tl.range(0, LOOP, num_stages=STAGES):
-            value, scales, _, _ = step_tile(
+            value, scales, _ = step_tile(
                 pointers, first + i * ROW, start, ROW, None, constants, VARIANT, True, 1, ROW,
                 scales_of(old, i),
             )  # fmt: skip
@@ -85,13 +85,13 @@ def _plain_kernel(
             start += ROW
         store_scales(pointers, first, ROW, ROW, new, VARIANT, LOOP, 1, ROW)
     elif first + ROW <= numel:
-        value, _, _, _ = step_tile(
+        value, _, _ = step_tile(
             pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW
         )
         _store_param(param, first, None, value, VARIANT)
     else:
         mask = first + tile_offsets(ROW, 1, ROW, 4) < numel
-        value, _, _, _ = step_tile(
+        value, _, _ = step_tile(
             pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW
         )
         _store_param(param, first, mask, value, VARIANT)

@@ -64,7 +64,7 @@ from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
     byte_of,
-    element_hash,
+    dither_of,
     has_scales,
     load_scale,
     load_state,
@@ -114,13 +114,12 @@ def _joined(tiles, DOWN: tl.constexpr):
 
 @triton.jit
 def _encode_part(
-    kept, value, i, row, col, row_amax, column_amax, dither, given, VARIANT: tl.constexpr,
-    F: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    kept, value, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
 
-    Stores its remainders, and float32 scales, which are not kept. dither: of its masters; None to
-    compute it.
+    Stores its remainders, and float32 scales, which are not kept.
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
@@ -129,8 +128,7 @@ def _encode_part(
     if SPLITS:
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
-        if dither is None:
-            dither = element_hash(start, cols, constants.dither, BR, BC) * OF_MASTERS
+        dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC)
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
@@ -156,7 +154,7 @@ def _encode_held(
     number = tl.arange(0, held.shape[0])[:, None, None]
     value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
     return _encode_part(
-        kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED, BR, BC
+        kept, value, i, row, col, row_amax, column_amax, given, VARIANT, F, MASKED, BR, BC
     )
 
 
@@ -258,7 +256,7 @@ def step_kernel(
         row, col = first_row + number * DR, first_col + number * DC
         start = tile_start(row, col, cols)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        master, dither = None, None
+        master = None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
             scale = None
@@ -278,7 +276,7 @@ def step_kernel(
             )
         else:
             scales = scales_of(old_scales, i) if IN_WORDS else None
-            value, scales, dither, new_ratio = step_tile(
+            value, scales, new_ratio = step_tile(
                 states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master
             )
             if IN_WORDS:
@@ -306,7 +304,7 @@ def step_kernel(
                 x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
                 largest = tl.maximum(largest, x)
             kept = _encode_part(
-                kept, value, i, row, col, row_amax, None, dither, given, VARIANT, F, MASKED, BR, BC
+                kept, value, i, row, col, row_amax, None, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
     if IN_WORDS and not VARIANT.is_updated:
@@ -419,6 +417,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
+        if has_lanes:
+            # Six programs fit on each multiprocessor of an H200, four with all registers.
+            registers = 168
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168

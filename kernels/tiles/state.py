@@ -23,9 +23,9 @@ from fp4adam.kernels.tiles.codes import (
 
 # Constants of the dither in ``fp4adam.optim.state_codec``.
 OF_ELEMENTS = tl.constexpr(0xC2B2AE35)
-OF_MASTERS = tl.constexpr(0x93D765DD)
-OF_EXP_AVG = tl.constexpr(1)
-OF_EXP_AVG_SQ = tl.constexpr(0x846CA68B)
+OF_MASTERS = tl.constexpr(0x1B56C4E9)
+OF_EXP_AVG = tl.constexpr(0)
+OF_EXP_AVG_SQ = tl.constexpr(0x85EBCA6B)
 
 DTYPES = {
     "plain": tl.float32,  # unless a parameter says otherwise
@@ -106,15 +106,16 @@ def max_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
-def element_hash(start, stride, origin, BR: tl.constexpr, BC: tl.constexpr):
-    """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
+def dither_of(start, stride, origin, STATE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """The dither, uint32 [BR, BC], of a tile from element ``start`` on, with rows ``stride`` apart.
 
-    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
-    state's dither is the hash times a factor: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
+    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count.
+    STATE: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``. A product per row, then a sum per element.
     row = (tl.arange(0, BR) * stride).to(tl.uint32) + (start.to(tl.uint32) + origin.to(tl.uint32))
-    x = (row * OF_ELEMENTS)[:, None] + (tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS)[None, :]
+    across = tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS
+    x = (row * OF_ELEMENTS + STATE)[:, None] + across[None, :]
     return x * x
 
 
@@ -301,7 +302,7 @@ def store_state(
     """Store a float32 tile in the form that :func:`load_state` reads, but not its scales.
 
     STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
-    :func:`element_hash`); ignored for codecs that do not round.
+    :func:`dither_of`); ignored for codecs that do not round.
     Returns what :func:`load_state` would read back, or ``x`` for parameters; and the scales for
     :func:`store_scale`.
     """
