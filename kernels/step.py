@@ -417,7 +417,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if has_lanes:
+        if has_lanes and F.square and sm == 90:
             # Six programs fit on each multiprocessor of an H200, four with all registers.
             registers = 168
         if encodes and registers is None:

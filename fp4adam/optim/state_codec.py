@@ -31,11 +31,11 @@ _NAN_SCALE = 255
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _LAST_SHIFT = 16
-# Elements are numbered in steps of a large odd number, and hashed by the square of that, which no
-# line through near elements follows. The factors were chosen so that pairs of dithers, of near
-# elements or of the states of one, fill a square evenly.
+# Elements are numbered in steps of a large odd number, and each state's dither is the square of that
+# plus a number of its own. These were chosen so that pairs of dithers, of near elements or of the
+# states of one, fill a square evenly.
 _OF_ELEMENTS = 0xC2B2AE35
-_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x93D765DD, 1, 0x846CA68B
+_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0, 0x85EBCA6B
 
 
 def dither_origin(first: int, step: int) -> int:
@@ -65,8 +65,8 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
-    x *= x
-    return Dither(*(x * _as_int32(f) for f in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ)))
+    states = (x + _as_int32(of) for of in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ))
+    return Dither(*(y.mul_(y) for y in states))
 
 
 def _as_int32(x: int) -> int:
