@@ -19,7 +19,6 @@ from fp4adam.kernels.tiles.codes import (
     capability,
     e2m1_code,
     e2m1_value,
-    e2m1_words,
     e4m3_code,
     e4m3_value,
     e4m3_word_values,
@@ -230,9 +229,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     value = x
-    if CODE == "e2m1" and VALUES and capability() >= 90:
-        words, value = e2m1_words(x, R, C)
-    elif CODE == "e2m1":
+    if CODE == "e2m1":
         code, value = e2m1_code(x, VALUES)
         words = pack_words(code, 4, R, C)
     else:
@@ -369,11 +366,10 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
 
 
 @triton.jit
-def complete(value, scale, tensor_amax, epsilon, steps, product, F: tl.constexpr):
+def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
-    value, scale: of the codes. steps: the remainders, -128 of NaN, or None for none; or None, and
-    in ``product`` each times the power of two of its code.
+    value, scale: of the codes. remainder: None for none.
     """
     FORM: tl.constexpr = F.form
     PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
@@ -381,22 +377,20 @@ def complete(value, scale, tensor_amax, epsilon, steps, product, F: tl.constexpr
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
     blocks = in_blocks(value, F.block, FORM)
     master = blocks * per_element(factor, FORM)
-    unit = per_element(of_units * (1.0 / PER_POWER), FORM)
-    if product is not None:
-        master += in_blocks(product, F.block, FORM) * unit
-    elif steps is not None:
+    if remainder is not None:
         if capability() > 0:
             steps = tl.inline_asm_elementwise(
-                _FOUR_FLOATS, "=f,=f,=f,=f,r", [steps], dtype=tl.float32, is_pure=True, pack=4
+                _FOUR_FLOATS, "=f,=f,=f,=f,r", [remainder], dtype=tl.float32, is_pure=True, pack=4
             )
             steps -= 8388736.0
         else:
-            steps = steps.to(tl.float32)
+            steps = remainder.to(tl.float32)
         steps = in_blocks(tl.where(steps == -128.0, float("nan"), steps), F.block, FORM)
         power = tl.maximum(blocks.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
         if F.caps:
             power = tl.where(tl.abs(blocks) == 6.0, 0x41000000, power)
-        master += steps * (power.to(tl.float32, bitcast=True) * unit)
+        power = power.to(tl.float32, bitcast=True)
+        master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
     return tl.reshape(master, (value.shape[0], value.shape[1]))
 
 

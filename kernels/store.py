@@ -5,12 +5,7 @@ import triton.language as tl
 
 from fp4adam.kernels.format import code_values, complete
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.tiles.codes import (
-    bytes_of,
-    capability,
-    e2m1_with_remainders,
-    transpose_words,
-)
+from fp4adam.kernels.tiles.codes import bytes_of, transpose_words
 
 
 @triton.jit
@@ -71,20 +66,14 @@ def load_masters(
     neighbours per thread. scale: of the blocks, if the caller has loaded it.
     """
     CODE: tl.constexpr = F.code
-    steps, product = None, None
     if F.bits == 4:
         WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
         N: tl.constexpr = min(LANES, 8)
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
         ptr += tile_start(row, col // N, cols // N)
         words = tl.load(ptr + tile_offsets(cols // N, BR, BC // N, LANES // N))
-        if LANES >= 8 and remainders is not None and capability() > 0:
-            ptr = remainders.to(tl.pointer_type(tl.uint32)) + (start >> 2)
-            bytes = tl.load(ptr + tile_offsets(cols >> 2, BR, BC // 4, LANES // 4))
-            value, product = e2m1_with_remainders(words, bytes, F.caps, BR, BC)
-        else:
-            code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, N))
-            value = tl.reshape(code_values(code, CODE), (BR, BC))
+        code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, N))
+        value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
         value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
@@ -98,9 +87,10 @@ def load_masters(
             scale = tl.load(ptr)
         else:
             scale = tl.load(ptr, (row + tl.arange(0, BR) < rows)[:, None], 1.0)
-    if remainders is not None and product is None:
-        steps = tl.load(remainders + start + tile_offsets(cols, BR, BC, LANES), mask)
-    return complete(value, scale, tensor_amax, epsilon, steps, product, F)
+    remainder = None
+    if remainders is not None:
+        remainder = tl.load(remainders + start + tile_offsets(cols, BR, BC, LANES), mask)
+    return complete(value, scale, tensor_amax, epsilon, remainder, F)
 
 
 @triton.jit

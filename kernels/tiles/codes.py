@@ -36,76 +36,6 @@ _FOUR_CUT_CODES = tl.constexpr(
 )
 
 
-def _code_assembly() -> str:
-    """PTX of eight E2M1 codes: operands are their word, their values, and the numbers."""
-    lines = [".reg .f32 a; .reg .b32 r;", *(f".reg .f32 s{i};" for i in range(8))]
-    for i in range(8):
-        # As in :func:`e2m1_code`. E5M2 has what E2M1 has in the bits below its sign, but for one,
-        # if its smallest power of two stands for 1.
-        lines += [
-            f"abs.f32 a, ${i + 9}; min.f32 a, a, 0f40C00000;",
-            "and.b32 r, a, 0x7F800000; add.s32 r, r, 0x0B000000; max.s32 r, r, 0x4A800000;",
-            "add.rn.f32 a, a, r; sub.rn.f32 a, a, r;",
-            f"lop3.b32 ${i + 1}, a, ${i + 9}, 0x80000000, 0xD8;",
-            f"mul.rn.f32 s{i}, ${i + 1}, 0f38800000;",
-        ]
-    lines += [".reg .b16 low, high; .reg .b32 even, odd, b, c;"]
-    for name, i in (("even", 0), ("odd", 1)):
-        lines += [
-            f"cvt.rn.satfinite.e5m2x2.f32 low, s{i + 2}, s{i};",
-            f"cvt.rn.satfinite.e5m2x2.f32 high, s{i + 6}, s{i + 4}; mov.b32 {name}, {{low, high}};",
-        ]
-    lines += [
-        "shr.u32 b, even, 1; shr.u32 c, even, 4; lop3.b32 b, b, c, 0x08080808, 0xD8;",
-        "shl.b32 c, odd, 3; lop3.b32 c, c, odd, 0x80808080, 0xD8;",
-        "lop3.b32 $0, b, c, 0xF0F0F0F0, 0xD8;",
-    ]
-    return "{ " + " ".join(lines) + " }"
-
-
-_EIGHT_CODES = tl.constexpr(_code_assembly())
-
-
-@triton.constexpr_function
-def _remainder_assembly(CAPS):
-    """PTX of eight E2M1 codes with int8 remainders, for :func:`e2m1_with_remainders`.
-
-    Operands are values, products, the word of codes, and two words of remainders.
-    """
-    # The upper bytes of numbers in FP16: of values, and of 2^10 times powers of two.
-    powers = 0x706C6868 if CAPS else 0x6C6C6868
-    lines = [".reg .b32 c, m, s, p, x, y, z, all; .reg .b16 low, high; .reg .pred none;"]
-    lines += ["mov.b32 all, 0;"]
-    for half in range(2):
-        lines += [
-            f"shr.u32 s, $16, {16 * half}; and.b32 c, s, 0x7777;",
-            "prmt.b32 m, 0x3E3C3800, 0x46444240, c;",
-            f"prmt.b32 p, 0x64646464, {powers}, c;",
-            # 0x80 or 0xFF, by the sign of a code.
-            "prmt.b32 s, 0x80808080, 0x80808080, s; shl.b32 s, s, 7;",
-            "lop3.b32 m, m, s, 0x80808080, 0xD8;",
-            f"xor.b32 y, ${17 + half}, 0x80808080;",
-            "sub.u32 z, y, 0x01010101; lop3.b32 all, z, y, all, 0xBA;",
-        ]
-        for pair in range(2):
-            first = 4 * half + 2 * pair
-            value, product = ("0x1404", "0x5140") if pair == 0 else ("0x3424", "0x7362")
-            lines += [
-                f"prmt.b32 x, m, 0, {value}; mov.b32 {{low, high}}, x;",
-                f"cvt.f32.f16 ${first}, low; cvt.f32.f16 ${first + 1}, high;",
-                # (1024 + byte) * power, less 1152 * power.
-                f"prmt.b32 x, y, p, {product}; and.b32 z, x, 0xFF00FF00; or.b32 z, z, 0x80808080;",
-                "add.rn.f16x2 x, x, z; mov.b32 {low, high}, x;",
-                f"cvt.f32.f16 ${first + 8}, low; cvt.f32.f16 ${first + 9}, high;",
-            ]
-    # Whether a byte is zero, a remainder -128.
-    lines += ["and.b32 all, all, 0x80808080; setp.eq.u32 none, all, 0; @none bra DONE;"]
-    for i in range(8):
-        byte = f"and.b32 x, ${17 + i // 4}, {0xFF << i % 4 * 8}; setp.eq.u32 none, x, "
-        lines += [byte + f"{0x80 << i % 4 * 8}; @none mov.b32 ${i + 8}, 0x7FC00000;"]
-    return "{ " + " ".join([*lines, "DONE:"]) + " }"
-
-
 def capability(_semantic: Any = None) -> int | tl.constexpr:
     """The compute capability that the kernel is compiled for, 90 for 9.0; 0 if it is interpreted.
 
@@ -219,60 +149,6 @@ def e2m1_value(code):
     # to correct the bias: the smallest normal number is 2^-126 in FP32 and 1 in E2M1.
     bits = (code >> 6) & -0x7E400000  # the arithmetic shift keeps the sign
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def _interleaved(x0, x1, x2, x3, x4, x5, x6, x7, R: tl.constexpr, C: tl.constexpr):
-    """Every eighth column each, as [R, C]."""
-    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
-    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
-    return tl.reshape(tl.join(even, odd), (R, C))
-
-
-@triton.jit
-def e2m1_words(x, R: tl.constexpr, C: tl.constexpr):
-    """Words of codes as by :func:`pack_words`, and their values; for compute capability 9.0 on.
-
-    x: float32 [R, C], products, as NaN with a sign would keep it. Returns uint32 [R, C / 8] and
-    float32 [R, C], with the sign of x.
-    """
-    even, odd = tl.split(tl.reshape(x, (R, C // 8, 2, 2, 2)))
-    x04, x26 = tl.split(even)
-    x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
-    x2, x6 = tl.split(x26)
-    x1, x5 = tl.split(x15)
-    x3, x7 = tl.split(x37)
-    words, v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        _EIGHT_CODES,
-        "=r,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
-        [x0, x1, x2, x3, x4, x5, x6, x7],
-        dtype=(tl.uint32,) + (tl.float32,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    return words, _interleaved(v0, v1, v2, v3, v4, v5, v6, v7, R, C)
-
-
-@triton.jit
-def e2m1_with_remainders(words, remainders, CAPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Values of E2M1 codes, and their powers of two times int8 remainders; compiled only.
-
-    words: [R, C / 8], of codes. remainders: [R, C / 4], of bytes; -128 gives NaN. CAPS: whether the
-    power of 6 is 8. Returns float32 [R, C] twice.
-    """
-    low, high = tl.split(tl.reshape(remainders, (R, C // 8, 2)))
-    assembly: tl.constexpr = _remainder_assembly(CAPS)
-    v0, v1, v2, v3, v4, v5, v6, v7, p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-        assembly,
-        "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,r,r,r",
-        [words, low, high],
-        dtype=(tl.float32,) * 16,
-        is_pure=True,
-        pack=1,
-    )
-    values = _interleaved(v0, v1, v2, v3, v4, v5, v6, v7, R, C)
-    return values, _interleaved(p0, p1, p2, p3, p4, p5, p6, p7, R, C)
 
 
 # Conversions to and from E4M3 are instructions from compute capability 9.0 on. 8.0 has none, for
