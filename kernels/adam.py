@@ -254,7 +254,9 @@ def quotient_assembly(PACK):
     lines += ["mov.b32 common, 0x40000000;", "mov.b32 sum, 0;"]
     slow = []
     for i in range(PACK):
-        out, ratio, m, v, *lifted, step, c, eps = (f"${i + PACK * operand}" for operand in range(10))
+        out, ratio, m, v, *lifted, step, c, eps = (
+            f"${i + PACK * operand}" for operand in range(10)
+        )
         lines += [
             f"mul.rn.f32 a, {m}, {lifted[0]};",
             f"mul.rn.f32 w, {v}, 0f{127 + LIFT_V << 23:08X};",

@@ -39,12 +39,11 @@ from fp4adam.kernels.launch.schema import COLUMNS, SCALAR_COLUMNS
 from fp4adam.kernels.launch.tensor_table import (
     field,
     pointer,
-    size,
     storage_pointers,
     tile_start,
 )
-from fp4adam.kernels.store import load_masters, store_tile
-from fp4adam.kernels.tiles.codes import round_through
+from fp4adam.kernels.store import load_masters, store_block_scales, store_codes
+from fp4adam.kernels.tiles.codes import round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     dtype_of,
     has_scales,
@@ -154,7 +153,7 @@ def _amax_preview_kernel(
         tensor, first_row, col = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         extent = tl.load(tile + 3)
         height, width = extent >> 16, extent & 0xFFFF
-        cols = size(table, tensor, "cols", 16)
+        cols = field(table, tensor, "cols", tl.int32, 16)
         constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
         pointers = state_pointers(table, tensor, VARIANT)
         amax = tl.zeros((BR, BC), tl.float32)
@@ -182,7 +181,7 @@ def _amax_preview_kernel(
             updated = step_tile(
                 pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, master=master
             )
-            magnitude = tl.abs(round_through(updated[0], VARIANT.write_dtype))
+            magnitude = tl.abs(to_float32(round_to(updated[0], VARIANT.write_dtype)))
             if mask is not None:
                 magnitude = tl.where(mask, magnitude, 0.0)
             # The comparison is False for NaN, which amaxes ignore.
@@ -248,8 +247,8 @@ def _requantize_kernel(
                 first_row, first_col = tl.load(tiles + 4 * i + 1), tl.load(tiles + 4 * i + 2)
                 extent = tl.load(tiles + 4 * i + 3)
                 height, width = extent >> 16, extent & 0xFFFF
-                rows = size(table, tensor, "rows", 16)
-                cols = size(table, tensor, "cols", 16)
+                rows = field(table, tensor, "rows", tl.int32, 16)
+                cols = field(table, tensor, "cols", tl.int32, 16)
                 if (first_row == 0) & (first_col == 0):
                     tl.store(pointer(table, tensor, "amax", tl.float32), amax)
                     tl.store(amaxes + slot, amax)
@@ -264,9 +263,10 @@ def _requantize_kernel(
                     value = load_state(
                         value_ptr, extra_ptr, at, cols, None, scale, VALUE_CODEC, 16, BC
                     )
-                    x = round_through(value, WRITE_DTYPE)
+                    x = to_float32(round_to(value, WRITE_DTYPE))
                     part, _ = encode(x, None, None, amax, epsilon, F, False)
-                    store_tile(part, row, col, rows, cols, None, storage, F, 16, BC)
+                    store_codes(part, row, col, rows, cols, None, storage, F, 16, BC)
+                    store_block_scales(part, row, col, rows, cols, storage, F, 16, BC)
 
 
 class PreviewedLaunch(StepLaunch):

@@ -31,13 +31,12 @@ from fp4adam.kernels.launch.tensor_table import (
     field,
     load_tile,
     pointer,
-    size,
     storage_pointers,
     tile_offsets,
     tile_start,
 )
-from fp4adam.kernels.store import edge_mask, store_codes, store_tile
-from fp4adam.kernels.tiles.codes import round_through, round_to, to_float32
+from fp4adam.kernels.store import edge_mask, store_block_scales, store_codes
+from fp4adam.kernels.tiles.codes import round_to, to_float32
 
 AMAX_TILE = 4096
 # Block scales that one program writes.
@@ -99,7 +98,8 @@ def _quantize_kernel(
         storage = Storage(
             rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, None, None
         )
-        store_tile(part, row, col, rows, cols, mask, storage, F, BR, BC)
+        store_codes(part, row, col, rows, cols, mask, storage, F, BR, BC)
+        store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
 
 
 def _launch_quantize(
@@ -207,7 +207,7 @@ def _span_kernel(
     ROWWISE: tl.constexpr = F.scale != "" and F.rowwise
     COLUMNWISE: tl.constexpr = F.columnwise and not F.square
     tensor, first_row, col = load_tile(tiles, 16)
-    cols = size(table, tensor, "cols", ALIGNMENT)
+    cols = field(table, tensor, "cols", tl.int32, ALIGNMENT)
     values = pointer(table, tensor, "value", VALUE_DTYPE, ALIGNMENT)
     tensor_amax = pointer(table, tensor, "tensor_amax" if MEASURES else "amax", tl.float32, 4)
     row_amax, column_amax, amax = None, None, 0.0
@@ -233,7 +233,7 @@ def _span_kernel(
         mask = _span_mask(table, tensor, row, col, cols, WHOLE, BR, BC)
         ptr = values + tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
         x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
-        x = round_through(to_float32(x), WRITE_DTYPE)
+        x = to_float32(round_to(to_float32(x), WRITE_DTYPE))
         if not MEASURES:
             part, _ = encode(x, row_amax, column_amax, amax, epsilon, F, False, WHOLE)
             store_codes(part, row, col, 0, cols, mask, storage, F, BR, BC)

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from fp4adam.kernels.tiles.codes import (
     amax,
-    byte_at,
     capability,
     e2m1_code,
     e2m1_value,
@@ -127,7 +126,13 @@ def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     """
     KEEPS: tl.constexpr = F.code != "e4m3"
     if FORM == "square":
-        largest = amax(amax(blocks, 3, KEEPS), 1, KEEPS)
+        if blocks.shape[0] == 1 and blocks.shape[2] == 1:
+            # At once, so that each thread reduces its own elements first. Triton 3.6 cannot so with
+            # several blocks: it shuffles neighbouring lanes, which are not always of one block.
+            x = tl.reshape(blocks, (1, 1, blocks.shape[1] * blocks.shape[3]))
+            largest = amax(x, 2, KEEPS)
+        else:
+            largest = amax(amax(blocks, 3, KEEPS), 1, KEEPS)
     else:
         largest = amax(blocks, 2 if FORM == "row" else 1, KEEPS)
     return largest
@@ -221,10 +226,12 @@ def decode_factor(scale, tensor_amax, epsilon, F: tl.constexpr):
 
 
 @triton.jit
-def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr):
+def code_words(
+    x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr
+):
     """Words of the codes nearest to a float32 tile [R, C], and their values if VALUES.
 
-    WHOLE: as for :func:`e4m3_words`.
+    WHOLE: as for :func:`e4m3_words`. WORDS: if not, codes of 8 bits are bytes, uint8 [R, C].
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
@@ -234,9 +241,9 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr)
         words = pack_words(code, 4, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
-        words = e4m3_words(x, R, C, WHOLE)
+        words = e4m3_words(x, R, C, WHOLE) if WORDS else e4m3_code(x, ALONE=True)
         if VALUES:
-            value = e4m3_word_values(words, R, C)
+            value = e4m3_word_values(words, R, C) if WORDS else e4m3_value(words)
     return words, value
 
 
@@ -254,13 +261,13 @@ def code_values(code, CODE: tl.constexpr):
 @triton.jit
 def encode_blocks(
     x, amax, tensor_amax, epsilon, F: tl.constexpr, FORM: tl.constexpr, VALUES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Encode a float32 part [BR, BC] in blocks of one form.
 
     amax: of the blocks; None to measure them. VALUES: whether the values of codes are wanted.
-    WHOLE: as for :func:`e4m3_words`. Returns words of codes, uint32 [BR, BC * bits / 32]; scales by
-    :func:`scale_of_amax`; and the values of codes, [BR, BC].
+    WHOLE, WORDS: as for :func:`code_words`. Returns words of codes, uint32 [BR, BC * bits / 32], or
+    bytes; scales by :func:`scale_of_amax`; and the values of codes, [BR, BC].
     """
     blocks = in_blocks(x, F.block, FORM)
     if amax is None and FORM != "tensor":
@@ -268,7 +275,7 @@ def encode_blocks(
     scale, factor = scale_of_amax(amax, tensor_amax, epsilon, F)
     scaled = tl.reshape(blocks * per_element(factor, FORM), (x.shape[0], x.shape[1]))
     CODE: tl.constexpr = F.code  # Triton 3.6 takes no plain strings as arguments
-    words, value = code_words(scaled, CODE, VALUES, WHOLE)
+    words, value = code_words(scaled, CODE, VALUES, WHOLE, WORDS)
     return words, scale, value
 
 
@@ -280,20 +287,22 @@ def encode(
     """Encode a float32 part [BR, BC] in all directions. Returns a :class:`Part`, and the values.
 
     row_amax, column_amax: of blocks in either direction; None to measure them. VALUES: whether the
-    values of rowwise codes are wanted. WORDS: whether words are stored as they are, not as bytes.
+    values of rowwise codes are wanted. WORDS: whether codes are stored in words; else those of 8
+    bits are bytes.
     """
     FORM: tl.constexpr = F.form
-    ONCE: tl.constexpr = WORDS and not (F.square and F.columnwise and F.transposes)
+    # ``store_codes`` reads the words of rowwise codes again if it has to transpose them.
+    WHOLE: tl.constexpr = F.rowwise or not (F.columnwise and F.transposes)
     none = tl.zeros((1, 1), tl.uint32)
     rows, row_scale, columns, column_scale = none, none.to(tl.uint8), none, none.to(tl.uint8)
     value = x
     if F.rowwise or F.square:
         rows, row_scale, value = encode_blocks(
-            x, row_amax, tensor_amax, epsilon, F, FORM, VALUES, ONCE
+            x, row_amax, tensor_amax, epsilon, F, FORM, VALUES, WHOLE, WORDS
         )
     if F.columnwise and not F.square:
         columns, column_scale, _ = encode_blocks(
-            x, column_amax, tensor_amax, epsilon, F, "column", False, WORDS and not F.transposes
+            x, column_amax, tensor_amax, epsilon, F, "column", False, not F.transposes, WORDS
         )
     return Part(rows, row_scale, columns, column_scale), value
 
@@ -311,6 +320,12 @@ _FOUR_FLOATS = tl.constexpr(
     " prmt.b32 $1, x, 0x4B000000, 0x7441;"
     " prmt.b32 $2, x, 0x4B000000, 0x7442;"
     " prmt.b32 $3, x, 0x4B000000, 0x7443; }"
+)
+# Bits 15 to 22 of four numbers, less 128.
+_FOUR_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x6521; prmt.b32 high, $3, $4, 0x6521;"
+    " shr.u32 low, low, 7; shr.u32 high, high, 7;"
+    " prmt.b32 low, low, high, 0x6420; xor.b32 $0, low, 0x80808080; }"
 )
 
 
@@ -361,7 +376,12 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
         steps = tl.minimum(tl.maximum(steps, 0.0), 1.0)
     bits = steps.to(tl.int32, bitcast=True)
     bits += (in_blocks(dither, F.block, FORM) >> 17).to(tl.int32)
-    remainder = byte_at(bits, 15, 0x80).to(tl.int8, bitcast=True)
+    if capability() > 0:
+        remainder = tl.inline_asm_elementwise(
+            _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        remainder = ((bits >> 15) ^ 0x80).to(tl.int8)
     return tl.reshape(remainder, (master.shape[0], master.shape[1]))
 
 

@@ -85,15 +85,11 @@ def _plain_kernel(
             start += ROW
         store_scales(pointers, first, ROW, ROW, new, VARIANT, LOOP, 1, ROW)
     elif first + ROW <= numel:
-        value, _, _ = step_tile(
-            pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW
-        )
+        value, _, _ = step_tile(pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW)
         _store_param(param, first, None, value, VARIANT)
     else:
         mask = first + tile_offsets(ROW, 1, ROW, 4) < numel
-        value, _, _ = step_tile(
-            pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW
-        )
+        value, _, _ = step_tile(pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW)
         _store_param(param, first, mask, value, VARIANT)
 
 

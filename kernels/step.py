@@ -27,22 +27,13 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
-from fp4adam.kernels.format import (
-    CODE_BITS,
-    Format,
-    Part,
-    amax_of_blocks,
-    encode,
-    format_of,
-    in_blocks,
-    split_off,
-)
+from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,
+    field,
     load_tile,
     pointer,
-    size,
     storage_pointers,
     takes_part,
     tile_offsets,
@@ -53,13 +44,11 @@ from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
-    load_row_scale_words,
+    row_scale_pointers,
+    store_block_scales,
     store_codes,
-    store_column_scales,
-    store_row_scales,
-    store_tile,
 )
-from fp4adam.kernels.tiles.codes import capability, round_through
+from fp4adam.kernels.tiles.codes import capability, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
@@ -119,30 +108,32 @@ def _encode_part(
 ):  # fmt: skip
     """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
 
-    Stores its remainders, and float32 scales, which are not kept.
+    Stores its remainders, float32 scales, and codes in a mask, none of which are kept.
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
-    x = round_through(value, VARIANT.write_dtype)
+    x = to_float32(round_to(value, VARIANT.write_dtype))
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+    mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
     if SPLITS:
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
         dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC)
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
-        mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
     if F.scale == "float32":
         if not F.square or i == 0:
-            store_row_scales(part.row_scale, row, col, rows, cols, storage, F, BR, BC)
-        if i == 0:
-            store_column_scales(part.column_scale, row, col, rows, cols, storage, F, BR, BC)
+            store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
         column_scale = insert_tile(column_scale, part.column_scale, i)
-    codes = insert_tile(kept.rows, part.rows, i)
-    return Part(codes, row_scale, insert_tile(kept.columns, part.columns, i), column_scale)
+    codes, columns = kept.rows, kept.columns
+    if MASKED:
+        store_codes(part, row, col, rows, cols, mask, storage, F, BR, BC)
+    else:
+        codes, columns = insert_tile(codes, part.rows, i), insert_tile(columns, part.columns, i)
+    return Part(codes, row_scale, columns, column_scale)
 
 
 @triton.jit
@@ -201,7 +192,8 @@ def step_kernel(
     if not takes_part(table, tensor, found_inf_ptr):
         return
     MULTIPLE: tl.constexpr = 1 if MASKED else 16
-    rows, cols = size(table, tensor, "rows", MULTIPLE), size(table, tensor, "cols", MULTIPLE)
+    rows = field(table, tensor, "rows", tl.int32, MULTIPLE)
+    cols = field(table, tensor, "cols", tl.int32, MULTIPLE)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     states = state_pointers(table, tensor, VARIANT)
     SCALES: tl.constexpr = tl.float32 if F.scale == "float32" else tl.uint8
@@ -230,8 +222,6 @@ def step_kernel(
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.
     ratio = tl.zeros((BR, BC // LANES), tl.float32)
     largest = ratio
-    if SPLITS and F.scale == "e4m3":
-        largest = tl.zeros((BR // F.block if F.square else BR, BC // F.block), tl.float32)
     VALUE: tl.constexpr = VARIANT.value_codec
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
@@ -243,10 +233,12 @@ def step_kernel(
     new_scales = Scales(none, none, none)
     if IN_WORDS:
         old_scales = load_scales(states, first, apart, cols, VARIANT, PARTS, BR, BC)
+        scale_words = 0
         if FROM_CODES and F.scale != "" and F.scale != "float32":
-            scale_words = load_row_scale_words(
-                storage, first_row, first_col, rows, cols, F, PARTS, DR, DC, BR, BC
-            )
+            for i in tl.static_range(PARTS):
+                row, col = first_row + i * DR, first_col + i * DC
+                ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
+                scale_words |= tl.load(ptr).to(tl.uint32) << (8 * i)
     given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
@@ -289,22 +281,15 @@ def step_kernel(
         if HOLDS:
             held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
         else:
-            x = round_through(value, VARIANT.write_dtype)
-            row_amax = None
-            if SPLITS and F.scale == "e4m3":
-                # A bound is enough, so that a block with NaN may count as Inf.
-                FORM: tl.constexpr = F.form
-                row_amax = amax_of_blocks(in_blocks(x, F.block, FORM), F, FORM)
-                bound = tl.where(row_amax == row_amax, row_amax, float("inf"))
-                largest = tl.maximum(largest, bound)
-            elif REPORTS:
+            if REPORTS:
+                x = to_float32(round_to(value, VARIANT.write_dtype))
                 if capability() == 0:
                     x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
                 # NaN is no larger than any number for ``tl.maximum``.
                 x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
                 largest = tl.maximum(largest, x)
             kept = _encode_part(
-                kept, value, i, row, col, row_amax, None, given, VARIANT, F, MASKED, BR, BC
+                kept, value, i, row, col, None, None, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
     if IN_WORDS and not VARIANT.is_updated:
@@ -314,7 +299,7 @@ def step_kernel(
     if FROM_CODES:
         tl.debug_barrier()  # all codes and scales of the tile are read before any is written
     if HOLDS:
-        block = tl.abs(round_through(held.to(tl.float32, bitcast=True), VARIANT.write_dtype))
+        block = tl.abs(to_float32(round_to(held.to(tl.float32, bitcast=True), VARIANT.write_dtype)))
         column_amax = tl.max(tl.max(block, 0), 0)[None, :]
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
@@ -331,17 +316,16 @@ def step_kernel(
                     kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
                     given, VARIANT, F, MASKED, BR, BC,
                 )  # fmt: skip
-    part = Part(
-        _joined(kept.rows, DOWN),
-        _joined(kept.row_scale, DOWN),
-        _joined(kept.columns, DOWN),
-        _joined(kept.column_scale, DOWN),
-    )
-    mask = edge_mask(first_row, first_col, rows, cols, MASKED, TR, TC)
-    if F.scale == "float32":
-        store_codes(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
-    else:
-        store_tile(part, first_row, first_col, rows, cols, mask, storage, F, TR, TC)
+    if not MASKED:
+        part = Part(
+            _joined(kept.rows, DOWN),
+            _joined(kept.row_scale, DOWN),
+            _joined(kept.columns, DOWN),
+            _joined(kept.column_scale, DOWN),
+        )
+        store_codes(part, first_row, first_col, rows, cols, None, storage, F, TR, TC)
+        if F.scale != "float32":
+            store_block_scales(part, first_row, first_col, rows, cols, storage, F, TR, TC)
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":

@@ -12,7 +12,9 @@ from fp4adam.kernels.tiles.codes import bytes_of, transpose_words
 def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
     if MASKED:
-        mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
+        # Columns outside have no rows, so that one comparison masks an element.
+        ends = tl.where(tl.arange(0, BC) < cols - col, rows - row, 0)[None, :]
+        mask = tl.arange(0, BR)[:, None] < ends
     else:
         mask = None
     return mask
@@ -35,24 +37,6 @@ def row_scale_pointers(
         width = (cols // B + 3) // 4 * 4
         ptr = scales + tile_start(row, col // B, width) + tile_offsets(width, BR, BC // B)
     return ptr
-
-
-@triton.jit
-def load_row_scale_words(
-    storage, row, col, rows, cols, F: tl.constexpr, LOOP: tl.constexpr, DR: tl.constexpr,
-    DC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """The uint8 scales of LOOP parts [BR, BC], DR rows and DC columns apart, a byte of a word each.
-
-    As :func:`load_scale_words`, of blocks in rows and of square ones.
-    """
-    ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
-    words = tl.load(ptr).to(tl.uint32)
-    for i in tl.static_range(1, LOOP):
-        r, c = row + i * DR, col + i * DC
-        ptr = row_scale_pointers(storage.rowwise_scale, r, c, rows, cols, F, BR, BC)
-        words |= tl.load(ptr).to(tl.uint32) << (8 * i)
-    return words
 
 
 @triton.jit
@@ -100,19 +84,26 @@ def store_codes(
     """Store the codes of a tile [TR, TC] at (row, col).
 
     storage: pointers to uint32; or to uint8, which may be unaligned. mask: bool [TR, TC], of the
-    elements to write; None for all.
+    elements to write; None for all. Only elements past an edge are masked where codes are
+    transposed.
     """
     if F.rowwise:
         store_words(storage.rowwise_data, part.rows, row, col, cols, mask, F.bits, TR, TC)
     if F.columnwise and F.transposes:
         words = part.rows if F.square else part.columns
-        if mask is None:
-            words = transpose_words(words, F.bits, TR, TC)
-            store_words(storage.columnwise_data, words, col, row, rows, None, F.bits, TC, TR)
-        else:
+        if words.dtype == tl.uint8:
             ptr = storage.columnwise_data.to(tl.pointer_type(tl.uint8))
             ptr += tile_start(col, row, rows) + tile_offsets(rows, TC, TR)
-            tl.store(ptr, tl.trans(bytes_of(words, TR, TC)), tl.trans(mask))
+            mask = edge_mask(col, row, cols, rows, mask is not None, TC, TR)
+            tl.store(ptr, tl.trans(words), mask)
+        else:
+            if F.square and F.rowwise and F.bits == 8:
+                # From memory, because ptxas mixes up the bytes of converted words; see e4m3_code.
+                tl.debug_barrier()
+                ptr = storage.rowwise_data + tile_start(row, col // 4, cols // 4)
+                words = tl.load(ptr + tile_offsets(cols // 4, TR, TC // 4))
+            words = transpose_words(words, F.bits, TR, TC)
+            store_words(storage.columnwise_data, words, col, row, rows, None, F.bits, TC, TR)
     elif F.columnwise and not F.square:
         store_words(storage.columnwise_data, part.columns, row, col, cols, mask, F.bits, TR, TC)
 
@@ -121,7 +112,7 @@ def store_codes(
 def store_words(
     data, words, row, col, cols, mask, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Store words of the codes of a tile [R, C]; in a mask by bytes, where other nibbles stay.
+    """Store words of the codes of a tile [R, C], or their bytes; in a mask other nibbles stay.
 
     data: pointer to uint32, or to uint8 with any alignment, which is written byte by byte.
     """
@@ -150,41 +141,6 @@ def store_words(
 
 
 @triton.jit
-def store_row_scales(
-    scale, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Store the scales of the square or rowwise blocks of a tile [TR, TC], one per block."""
-    if F.scale != "" and (F.rowwise or F.square):
-        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, TR, TC)
-        if F.square or F.scale != "float32":
-            tl.store(ptr, scale)
-        else:
-            tl.store(ptr, scale, row + tl.arange(0, TR)[:, None] < rows)
-
-
-@triton.jit
-def store_column_scales(
-    scale, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Store the scales of the columnwise blocks of a tile [TR, TC], one per block."""
-    B: tl.constexpr = F.block
-    if F.square or not F.columnwise:
-        pass
-    elif F.scale == "e4m3":
-        width = (rows // B + 3) // 4 * 4
-        grid = storage.columnwise_scale + tile_start(col, row // B, width)
-        tl.store(grid + tile_offsets(width, TC, TR // B), tl.trans(scale))
-    elif F.scale == "e8m0":
-        width = (cols + 127) // 128 * 128
-        grid = storage.columnwise_scale + tile_start(row // B, col, width)
-        tl.store(grid + tile_offsets(width, TR // B, TC), scale)
-    else:
-        across = col + tl.arange(0, TC)[None, :]
-        grid = storage.columnwise_scale + tile_start(row // B, 0, (cols + 3) // 4 * 4)
-        tl.store(grid + across, scale, across < cols)
-
-
-@triton.jit
 def _store_swizzled(
     out, row, block, blocks, scale, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
@@ -206,19 +162,35 @@ def _store_swizzled(
 
 
 @triton.jit
-def store_tile(
-    part, row, col, rows, cols, mask, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
+def store_block_scales(
+    part, row, col, rows, cols, storage, F: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
-    """Store codes and scales of a tile [TR, TC]; arguments as for :func:`store_codes`."""
-    store_codes(part, row, col, rows, cols, mask, storage, F, TR, TC)
-    store_row_scales(part.row_scale, row, col, rows, cols, storage, F, TR, TC)
-    store_column_scales(part.column_scale, row, col, rows, cols, storage, F, TR, TC)
-    if F.swizzled:
-        B: tl.constexpr = F.block
-        if F.rowwise:
-            out = storage.rowwise_gemm_scale
-            _store_swizzled(out, row, col // B, cols // B, part.row_scale, F, TR, TC // B)
-        if F.columnwise:
-            scale, out = part.column_scale, storage.columnwise_gemm_scale
-            scale = tl.trans(part.row_scale if F.square else scale)
-            _store_swizzled(out, col, row // B, rows // B, scale, F, TC, TR // B)
+    """Store the scales of a tile [TR, TC] at (row, col), one per block, swizzled ones too."""
+    B: tl.constexpr = F.block
+    if F.scale != "" and (F.rowwise or F.square):
+        ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, TR, TC)
+        if F.square or F.scale != "float32":
+            tl.store(ptr, part.row_scale)
+        else:
+            tl.store(ptr, part.row_scale, row + tl.arange(0, TR)[:, None] < rows)
+    scale = part.column_scale
+    if F.square or not F.columnwise:
+        scale = part.row_scale
+    elif F.scale == "e4m3":
+        width = (rows // B + 3) // 4 * 4
+        grid = storage.columnwise_scale + tile_start(col, row // B, width)
+        tl.store(grid + tile_offsets(width, TC, TR // B), tl.trans(scale))
+    elif F.scale == "e8m0":
+        width = (cols + 127) // 128 * 128
+        grid = storage.columnwise_scale + tile_start(row // B, col, width)
+        tl.store(grid + tile_offsets(width, TR // B, TC), scale)
+    else:
+        across = col + tl.arange(0, TC)[None, :]
+        grid = storage.columnwise_scale + tile_start(row // B, 0, (cols + 3) // 4 * 4)
+        tl.store(grid + across, scale, across < cols)
+    if F.swizzled and F.rowwise:
+        out = storage.rowwise_gemm_scale
+        _store_swizzled(out, row, col // B, cols // B, part.row_scale, F, TR, TC // B)
+    if F.swizzled and F.columnwise:
+        out = storage.columnwise_gemm_scale
+        _store_swizzled(out, col, row // B, rows // B, tl.trans(scale), F, TC, TR // B)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
+    field,
     load_tile,
     pointer,
-    size,
     tile_offsets,
     tile_start,
 )
@@ -36,7 +36,8 @@ def _transpose_kernel(table, tiles, BITS: tl.constexpr, WHOLE: tl.constexpr, SID
     ALIGNMENT: tl.constexpr = 16 if WHOLE else 1
     DTYPE: tl.constexpr = tl.uint32 if WHOLE else tl.uint8
     N: tl.constexpr = (32 if WHOLE else 8) // BITS
-    rows, cols = size(table, tensor, "rows", ALIGNMENT), size(table, tensor, "cols", ALIGNMENT)
+    rows = field(table, tensor, "rows", tl.int32, ALIGNMENT)
+    cols = field(table, tensor, "cols", tl.int32, ALIGNMENT)
     source = pointer(table, tensor, "rowwise_data", DTYPE, ALIGNMENT)
     target = pointer(table, tensor, "columnwise_data", DTYPE, ALIGNMENT)
     source += tile_start(row, col // N, cols // N) + tile_offsets(cols // N, SIDE, SIDE // N)

@@ -28,9 +28,16 @@ def column(name):
 
 
 @triton.jit
-def field(table, tensor, COLUMN: tl.constexpr):
-    """The int64 entry of a tensor, or of a tile of tensors, in the column of this name."""
-    return tl.load(table + tensor.to(tl.int64) * WIDTH + column(COLUMN))
+def field(
+    table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr = tl.int64, MULTIPLE: tl.constexpr = 1
+):
+    """The entry of a tensor, or of a tile of tensors, in the column of this name, as DTYPE.
+
+    MULTIPLE divides it.
+    """
+    entry = tl.load(table + tensor.to(tl.int64) * WIDTH + column(COLUMN)).to(DTYPE)
+    # The hint is in here, because a hint on the result of a call is lost by inlining.
+    return tl.multiple_of(entry, MULTIPLE) if MULTIPLE > 1 else entry
 
 
 @triton.jit
@@ -38,13 +45,6 @@ def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT:
     """Pointer from the table; the hint that it is aligned allows accesses of 16 bytes."""
     address = field(table, tensor, COLUMN).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(address, ALIGNMENT)
-
-
-@triton.jit
-def size(table, tensor, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Number of rows or columns from the table, int32, with the hint that MULTIPLE divides it."""
-    # The hint is in here, because a hint on the result of a call is lost by inlining.
-    return tl.multiple_of(field(table, tensor, COLUMN).to(tl.int32), MULTIPLE)
 
 
 @triton.jit

@@ -12,6 +12,9 @@ _FOUR_CODES = tl.constexpr(
     " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
     " mov.b32 $0, {low, high}; }"
 )
+_CODE = tl.constexpr(
+    "{ .reg .b16 code; cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }"
+)
 _FOUR_VALUES = tl.constexpr(
     "{ .reg .b16 low, high, h0, h1, h2, h3; .reg .b32 a, b;"
     " mov.b32 {low, high}, $4;"
@@ -23,16 +26,6 @@ _FOUR_VALUES = tl.constexpr(
     " cvt.f32.f16 $1, h1;"
     " cvt.f32.f16 $2, h2;"
     " cvt.f32.f16 $3, h3; }"
-)
-# Four numbers, scaled by 2^-8, and a mask of their bits in FP16 to a word of E4M3 codes. What would be
-# subnormal there is zero.
-_FOUR_CUT_CODES = tl.constexpr(
-    "{ .reg .b32 a, b, c; .reg .b16 low, high;"
-    " cvt.rz.f16x2.f32 a, $2, $1; cvt.rz.f16x2.f32 b, $4, $3;"
-    " and.b32 a, a, $5; and.b32 b, b, $5; mov.b32 c, 0x5C005C00;"
-    " mul.ftz.f16x2 a, a, c; mul.ftz.f16x2 b, b, c;"
-    " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b;"
-    " mov.b32 $0, {low, high}; }"
 )
 
 
@@ -76,12 +69,6 @@ def to_float32(x):
     else:
         y = x.to(tl.float32)
     return y
-
-
-@triton.jit
-def round_through(x, DTYPE: tl.constexpr):
-    """Round a float32 tile to DTYPE and widen it to float32 again."""
-    return to_float32(round_to(x, DTYPE))
 
 
 @triton.jit
@@ -159,16 +146,20 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e4m3_code(x, WHOLE: tl.constexpr = False):
+def e4m3_code(x, WHOLE: tl.constexpr = False, ALONE: tl.constexpr = False):
     """Bits, uint8, of the nearest E4M3 value (at most 448), ties to even.
 
     x: float32. Overflow and Inf saturate to 448 with their sign, NaN becomes 0x7F, and zero keeps
-    its sign. WHOLE: bytes are stored once and in words.
+    its sign. WHOLE: bytes are stored once and in words. ALONE: they never become words.
     """
     if WHOLE and capability() >= 90:
         code = tl.inline_asm_elementwise(
             _FOUR_CODES, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
         )
+    elif ALONE and capability() >= 90:
+        code = tl.inline_asm_elementwise(
+            _CODE, "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1
+        ).to(tl.uint8)
     else:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
@@ -181,41 +172,6 @@ def e4m3_code(x, WHOLE: tl.constexpr = False):
         # As signed integers, -Inf and all negative numbers are below the negative NaNs.
         code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)
     return code
-
-
-@triton.jit
-def cut_e4m3_code(x, keep):
-    """Bits, uint8, of 2^8 times float32 numbers, cut to E4M3 or to zero if below its least power.
-
-    keep: -(1 << 7) twice, as int32, or 0 for code 0. For compute capability 9.0 on.
-    """
-    return tl.inline_asm_elementwise(
-        _FOUR_CUT_CODES, "=r,f,f,f,f,r,r,r,r", [x, keep], dtype=tl.uint8, is_pure=True, pack=4
-    )
-
-
-@triton.constexpr_function
-def _bytes_assembly(FIRST, FLIPS):
-    low = FIRST // 8
-    select = (low + 5) << 12 | (low + 4) << 8 | (low + 1) << 4 | low
-    return (
-        f"{{ .reg .b32 a, b; prmt.b32 a, $1, $2, {select}; prmt.b32 b, $3, $4, {select};"
-        f" shr.u32 a, a, {FIRST % 8}; shr.u32 b, b, {FIRST % 8};"
-        f" prmt.b32 a, a, b, 0x6420; xor.b32 $0, a, {FLIPS * 0x01010101}; }}"
-    )
-
-
-@triton.jit
-def byte_at(x, FIRST: tl.constexpr, FLIPS: tl.constexpr = 0):
-    """The bits from FIRST to FIRST + 7 of int32 numbers, uint8, with those of FLIPS inverted."""
-    if capability() > 0:
-        assembly: tl.constexpr = _bytes_assembly(FIRST, FLIPS)
-        byte = tl.inline_asm_elementwise(
-            assembly, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    else:
-        byte = ((x >> FIRST) ^ FLIPS).to(tl.uint8)
-    return byte
 
 
 @triton.jit
@@ -305,9 +261,12 @@ def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def bytes_of(words, R: tl.constexpr, C: tl.constexpr):
-    """The bytes, uint8 [R, C], of words [R, C / 4]."""
-    code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
-    return tl.reshape(code.to(tl.uint8), (R, C))
+    """The bytes, uint8 [R, C], of words [R, C / 4], or of what is bytes already."""
+    code = words
+    if words.dtype != tl.uint8:
+        code = (words[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
+        code = tl.reshape(code.to(tl.uint8), (R, C))
+    return code
 
 
 @triton.jit
