@@ -15,12 +15,15 @@ from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG,
     OF_EXP_AVG_SQ,
     OF_MASTERS,
+    byte_of,
+    dither_of,
     dtype_of,
-    element_hash,
     load_scale,
+    load_scale_words,
     load_state,
     starts_from_codes,
     store_scale,
+    store_scale_words,
     store_state,
 )
 
@@ -73,7 +76,7 @@ def lanes_of_states(variant: Variant) -> int:
     value_codec, *moments = codecs
     small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
     small = small and grad_dtype != tl.float32
-    return 8 if small and not amsgrad else 4
+    return 16 if small and not amsgrad else 4
 
 
 # For kernels alone.
@@ -127,6 +130,55 @@ class Scales(NamedTuple):
     exp_avg_sq: Any
 
 
+@triton.jit
+def load_scales(
+    pointers, start, step, stride, VARIANT: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """The :class:`Scales` of LOOP tiles in words, by :func:`load_scale_words`."""
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    return Scales(
+        load_scale_words(pointers.value_extra, start, step, stride, VALUE, LOOP, BR, BC),
+        load_scale_words(pointers.exp_avg_scale, start, step, stride, FIRST, LOOP, BR, BC),
+        load_scale_words(pointers.exp_avg_sq_scale, start, step, stride, SECOND, LOOP, BR, BC),
+    )
+
+
+@triton.jit
+def scales_of(words, i):
+    """The :class:`Scales` of tile ``i``, from words."""
+    return Scales(byte_of(words[0], i), byte_of(words[1], i), byte_of(words[2], i))
+
+
+@triton.jit
+def with_scales(words, scales, i):
+    """The words with the scales of tile ``i``, whose bytes were zero."""
+    return Scales(
+        words[0] | (scales[0].to(tl.uint32) << (8 * i)),
+        words[1] | (scales[1].to(tl.uint32) << (8 * i)),
+        words[2] | (scales[2].to(tl.uint32) << (8 * i)),
+    )
+
+
+@triton.jit
+def store_scales(
+    pointers, start, step, stride, words, VARIANT: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`load_scales` loads."""
+    VALUE: tl.constexpr = VARIANT.value_codec
+    FIRST: tl.constexpr = VARIANT.exp_avg_codec
+    SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
+    ptr = pointers
+    store_scale_words(ptr.value_extra, start, step, stride, words.value, VALUE, LOOP, BR, BC)
+    store_scale_words(ptr.exp_avg_scale, start, step, stride, words.exp_avg, FIRST, LOOP, BR, BC)
+    store_scale_words(
+        ptr.exp_avg_sq_scale, start, step, stride, words.exp_avg_sq, SECOND, LOOP, BR, BC
+    )
+
+
 @triton.constexpr_function
 def scalar(name):
     return _SCALARS[name]
@@ -176,92 +228,113 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
     )
 
 
-# The fast path takes |a| from 2^LEAST_A and v from 2^LEAST_V up to 2^SPAN times as much, c from 1/2
-# to 2^MOST_C, and eps up to 2^MOST_EPS. Then no root, denominator, quotient or remainder is
-# subnormal or too large.
-LEAST_A, LEAST_V, SPAN, MOST_C, MOST_EPS = -78, -100, 138, 26, 40
+# The fast path computes with a * 2^LIFT_A and v * 2^LIFT_V, and c and eps to match, so that what it
+# takes is what has bit 30 set and does not overflow: |a| from 2^(1 - LIFT_A) to 2^(128 - LIFT_A),
+# and v likewise. It takes c from 1/2 to 2^MOST_C, and eps up to 2^MOST_EPS. Then no root,
+# denominator, quotient or remainder is subnormal or too large.
+LIFT_A, LIFT_V, MOST_C, MOST_EPS = 79, 94, 26, 40
+_LIFTS = tl.constexpr((2.0**LIFT_A, 2.0 ** (LIFT_A - LIFT_V // 2), 2.0**MOST_C, 2.0**MOST_EPS))
+# What the ratio of :func:`update_quotient` is in units of.
+RATIO_UNIT = tl.constexpr(2.0 ** (LIFT_V // 2))
 
 
 @triton.constexpr_function
 def quotient_assembly(PACK):
-    """PTX for PACK elements of :func:`update_quotient`; operands are outputs, a, v, c and eps.
+    """PTX for PACK elements of :func:`update_quotient`.
+
+    Operands are quotients, ratios, m, v, the lifted step, c and eps, and these as they are.
 
     The fast path is what ptxas itself makes of ``sqrt.rn.f32`` and ``div.rn.f32``: an approximation
     corrected by its exact remainder. ptxas adds a check and a branch to every one of them. Here one
-    check of all operands decides about all elements.
+    check of all operands decides about all elements: the bits that all of them have, and a sum that
+    is not finite if a quotient is not.
     """
-    lines = [
-        ".reg .pred outside, other;",
-        ".reg .b32 bits, largest;",
-        ".reg .f32 r, s, h, n, e, b, q;",
-        "mov.b32 largest, 0;",
-    ]
+    lines = [".reg .pred outside, other;", ".reg .b32 common;", ".reg .f32 a, w, r, s, h, n, e, b;"]
+    lines += [f".reg .f32 q{i};" for i in range(PACK)] + [".reg .f32 sum;"]
+    lines += ["mov.b32 common, 0x40000000;", "mov.b32 sum, 0;"]
     slow = []
     for i in range(PACK):
-        out, a, v, c, eps = (f"${i + PACK * operand}" for operand in range(5))
+        out, ratio, m, v, *lifted, step, c, eps = (
+            f"${i + PACK * operand}" for operand in range(10)
+        )
         lines += [
-            f"rsqrt.approx.ftz.f32 r, {v};",
-            f"mul.rn.f32 s, {v}, r;",
+            f"mul.rn.f32 a, {m}, {lifted[0]};",
+            f"mul.rn.f32 w, {v}, 0f{127 + LIFT_V << 23:08X};",
+            "and.b32 common, common, a;",
+            "and.b32 common, common, w;",
+            "rsqrt.approx.ftz.f32 r, w;",
+            f"mul.rn.f32 {ratio}, {m}, r;",
+            "mul.rn.f32 s, w, r;",
             "mul.rn.f32 h, r, 0f3F000000;",
             "neg.f32 n, s;",
-            f"fma.rn.f32 e, n, s, {v};",
+            "fma.rn.f32 e, n, s, w;",
             "fma.rn.f32 s, e, h, s;",
-            f"mul.rn.f32 b, s, {c};",
-            f"add.rn.f32 b, b, {eps};",
+            f"mul.rn.f32 b, s, {lifted[1]};",
+            f"add.rn.f32 b, b, {lifted[2]};",
             "rcp.approx.ftz.f32 r, b;",
             "neg.f32 n, b;",
             "fma.rn.f32 e, n, r, 0f3F800000;",
             "fma.rn.f32 r, r, e, r;",
-            f"mul.rn.f32 q, {a}, r;",
-            f"fma.rn.f32 e, n, q, {a};",
-            f"fma.rn.f32 {out}, r, e, q;",
+            "mul.rn.f32 s, a, r;",
+            "fma.rn.f32 e, n, s, a;",
+            f"fma.rn.f32 {out}, r, e, s;",
         ]
-        # Twice the bits: without the sign. Below the least, the difference wraps to large numbers.
-        for x, least in ((a, LEAST_A), (v, LEAST_V)):
-            lines += [
-                f"mov.b32 bits, {x};",
-                f"mad.lo.u32 bits, bits, 2, {2**32 - (127 + least << 24)};",
-                "max.u32 largest, largest, bits;",
-            ]
+        if i % 2:
+            lines.append(f"fma.rn.f32 sum, ${i - 1}, {out}, sum;")
         slow += [
+            f"max.f32 w, {v}, 0f00800000;",
+            f"mul.rn.f32 w, w, 0f{127 + LIFT_V << 23:08X};",
+            "rsqrt.approx.ftz.f32 r, w;",
+            f"mul.rn.f32 {ratio}, {m}, r;",
+            f"mul.rn.f32 a, {m}, {step};",
             f"sqrt.rn.f32 s, {v};",
             f"mul.rn.f32 b, s, {c};",
             f"add.rn.f32 b, b, {eps};",
-            f"div.rn.f32 {out}, {a}, b;",
+            f"div.rn.f32 {out}, a, b;",
         ]
-    c, eps = f"${3 * PACK}", f"${4 * PACK}"
-    lines.append(f"setp.gt.u32 outside, largest, {SPAN << 24};")
-    # Unordered comparisons, which NaN fulfils.
-    for x, relation, bound in ((c, "ltu", -1), (c, "gtu", MOST_C), (eps, "gtu", MOST_EPS)):
-        lines += [
-            f"setp.{relation}.f32 other, {x}, 0f{127 + bound << 23:08X};",
-            "or.pred outside, outside, other;",
-        ]
-    lines.append("@!outside bra DONE;")
+    lines += [
+        "setp.eq.u32 outside, common, 0;",
+        "abs.f32 sum, sum;",
+        "setp.geu.f32 other, sum, 0f7F800000;",
+        "or.pred outside, outside, other;",
+        "@!outside bra DONE;",
+    ]
     return "{ " + " ".join([*lines, *slow, "DONE:"]) + " }"
 
 
 @triton.constexpr_function
 def quotient_operands(PACK):
-    return ",".join(["=f"] * PACK + ["f"] * 4 * PACK)
+    return ",".join(["=f"] * 2 * PACK + ["f"] * 8 * PACK)
 
 
 @triton.jit
-def update_quotient(a, v, c, eps, PACK: tl.constexpr = 4):
-    """a / (sqrt(v) * c + eps), each operation correctly rounded.
+def update_quotient(m, step, v, c, eps, PACK: tl.constexpr = 4):
+    """m * step / (sqrt(v) * c + eps), each operation correctly rounded; and m / sqrt(v), nearly.
 
-    a, v: float32 tiles. c, eps: float32 scalars. PACK: elements per instance of the assembly, which
-    a thread has side by side; their dependent operations overlap.
+    m, v: float32 tiles. step, c, eps: float32 scalars. PACK: elements per instance of the assembly,
+    an even number, which a thread has side by side; their dependent operations overlap.
+    The second number is divided by RATIO_UNIT, and is NaN at most where m is or both are zero.
     """
     if capability() > 0:
         assembly: tl.constexpr = quotient_assembly(PACK)
         operands: tl.constexpr = quotient_operands(PACK)
-        quotient = tl.inline_asm_elementwise(
-            assembly, operands, [a, v, c, eps], dtype=tl.float32, is_pure=True, pack=PACK
+        inside = (c >= 0.5) & (c <= _LIFTS[2]) & (eps <= _LIFTS[3])
+        # NaN in c makes that of the quotients, for which nothing else has to be checked.
+        lifted = tl.where(inside, c * _LIFTS[1], float("nan"))
+        quotient, ratio = tl.inline_asm_elementwise(
+            assembly,
+            operands,
+            [m, v, step * _LIFTS[0], lifted, eps * _LIFTS[0], step, c, eps],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=PACK,
         )
     else:
-        quotient = tl.div_rn(a, tl.sqrt_rn(v) * c + eps)
-    return quotient
+        quotient = tl.div_rn(m * step, tl.sqrt_rn(v) * c + eps)
+        least = tl.full((), 1.1754943508222875e-38, tl.float32)
+        ratio = tl.div_rn(m, tl.sqrt_rn(tl.maximum(v, least))) * (1.0 / RATIO_UNIT)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)  # NumPy warns of NaN alone
+    return quotient, ratio
 
 
 @triton.jit
@@ -269,8 +342,8 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
     """One Adam update; each operation is a separate, correctly rounded FP32 operation.
 
     grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq: float32 tiles (the last is read only with
-    AMSGrad). scalars: from :func:`load_scalars`. Returns the updated value, first moment, second
-    moment and largest second moment.
+    AMSGrad). scalars: from :func:`load_scalars`. Returns the value before its update
+    by :func:`update_quotient`, first moment, second moment and largest second moment.
     ``fp4adam.optim.adam.adam_`` has the same operations in the same order, so that the bits are the
     same: change both or neither.
     """
@@ -289,12 +362,6 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
     if VARIANT.amsgrad:
         # Keeps a NaN on either side, since comparisons with NaN are False.
         largest = tl.where((v > max_exp_avg_sq) | (v != v), v, max_exp_avg_sq)
-    p = p - update_quotient(
-        m * scalars.step_size, largest, scalars.rsqrt_bias_correction2, scalars.eps,
-        state_lanes(VARIANT),
-    )  # fmt: skip
-    # A zero step leaves the value alone: no decay, and the sign of a zero stays.
-    p = tl.where(scalars.step_size != 0, p, value)
     return p, m, v, largest
 
 
@@ -312,8 +379,7 @@ def step_tile(
     value, float32, if the caller has decoded it and stores it. start, stride and BC must be
     multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and of a decoded master the dither of its remainder, or by which it has been rounded to codes,
-    and int32 numbers that grow with |exp_avg| / sqrt(exp_avg_sq), for ``report_amax``.
+    and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
     """
     ptr = pointers
     # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
@@ -339,41 +405,46 @@ def step_tile(
     v = load_state(ptr.exp_avg_sq, None, ahead, stride, mask, old.exp_avg_sq, SECOND, BR, BC, LANES)
     largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else v
 
-    value, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
+    decayed, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
 
-    # One hash serves all states of an element. If no codec uses it, the compiler removes it.
-    dither = element_hash(start, stride, constants.dither, BR, BC, LANES)
+    # If no codec uses a dither, the compiler removes it.
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG, BR, BC)
+    _, scale = store_state(
+        ptr.exp_avg, None, start, stride, mask, m, dither, FIRST, BR, BC, STORE, LANES
+    )
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG_SQ, BR, BC)
+    _, scale_sq = store_state(
+        ptr.exp_avg_sq, None, start, stride, mask, v, dither, SECOND, BR, BC, STORE, LANES
+    )
+    # Last, because it takes most registers.
+    quotient, ratio = update_quotient(
+        m, constants.step_size, largest, constants.rsqrt_bias_correction2, constants.eps,
+        4,
+    )  # fmt: skip
+    if VARIANT.amsgrad:
+        _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
+    # A zero step leaves the value alone: no decay, and the sign of a zero stays.
+    value = tl.where(constants.step_size != 0, decayed - quotient, value)
     value_scale = old.value
     if master is None:
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
         value, value_scale = store_state(
-            ptr.value, ptr.value_extra, start, stride, mask, value, dither * OF_MASTERS, VALUE, BR,
-            BC, STORE,
-        )  # fmt: skip
-    _, scale = store_state(
-        ptr.exp_avg, None, start, stride, mask, m, dither * OF_EXP_AVG, FIRST, BR, BC, STORE, LANES
-    )
-    _, scale_sq = store_state(
-        ptr.exp_avg_sq, None, start, stride, mask, v, dither * OF_EXP_AVG_SQ, SECOND, BR, BC, STORE,
-        LANES,
-    )  # fmt: skip
+            ptr.value, ptr.value_extra, start, stride, mask, value, dither, VALUE, BR, BC, STORE
+        )
     if STORE and VARIANT.amsgrad:
         tl.store(ptr.max_exp_avg_sq + start + offs, largest, mask)
     if STORE and scales is None:
         store_scale(ptr.value_extra, start, stride, mask, value_scale, VALUE, BR, BC)
         store_scale(ptr.exp_avg_scale, start, stride, mask, scale, FIRST, BR, BC)
         store_scale(ptr.exp_avg_sq_scale, start, stride, mask, scale_sq, SECOND, BR, BC)
-    dither, ratio = dither * OF_MASTERS, value
-    if master is not None:
-        if VALUE == "codes":
-            # Without masters, values get the four significant bits of E4M3 by dither.
-            bits = value.to(tl.int32, bitcast=True)
-            rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
-            bits = tl.where(tl.abs(value) < float("inf"), rounded, bits)
-            value = bits.to(tl.float32, bitcast=True)
-        # The bits of a positive float are its logarithm, nearly.
-        ratio = m.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        ratio -= v.to(tl.int32, bitcast=True) >> 1
-    return value, Scales(value_scale, scale, scale_sq), dither, ratio
+    if VALUE == "codes":
+        # Without masters, values get the four significant bits of E4M3 by dither.
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
+        bits = tl.where(tl.abs(value) < float("inf"), rounded, bits)
+        value = bits.to(tl.float32, bitcast=True)
+    return value, Scales(value_scale, scale, scale_sq), ratio
 
 
 class StepLaunch:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.adam import (
+    RATIO_UNIT,
     SCALARS_WIDTH,
     SIGNALS,
     StepLaunch,
@@ -199,7 +200,7 @@ def report_amax(
     """Store what bounds this program's tile in the next preview; report what the last one missed.
 
     tile_amax: of the values as they were quantized. amax: what they were quantized with. ratio: of
-    masters with remainders, the largest number of the tile from ``step_tile``; else None. slot:
+    masters with remainders, the largest one of the tile by ``step_tile``; else None. slot:
     pointer to that of the tensor.
     """
     if ratio is None:
@@ -212,13 +213,8 @@ def report_amax(
         # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight,
         # or in a block with a small scale 2.4e-8 of the tensor's.
         tile_amax = tile_amax * 1.0078125 + amax * 1e-7
-        # With L(x) = bits / 2^23 - 127, log2(x) is between L(x) and L(x) + 0.0861. So the bits of m
-        # less half of those of v, and half the bias more, are a number of which the ratio is at
-        # most 2^0.0861 times as much. Rounding adds at most a code to m, 1/8 in L for E4M3, and
-        # takes at most a code from v, 1/16. Together this is less than 2^0.243. Inf and NaN in m
-        # give Inf.
-        bits = tl.minimum(ratio, 0x5FC00000) + 0x1FC00000
-        tl.store(tile_ratios + tl.program_id(0), bits.to(tl.float32, bitcast=True) * 1.185)
+        # Rounding makes m at most 1/8 larger, for E4M3, and v at most 1/17 smaller.
+        tl.store(tile_ratios + tl.program_id(0), ratio * (1.165 * RATIO_UNIT))
     if WRITE_DTYPE != tl.float32:
         # The master may exceed its rounded value by half a step of a 16-bit format. The factor
         # covers normal numbers, the term subnormal ones of FP16.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fp4adam.kernels.tiles.codes import (
+    amax,
     capability,
     e2m1_code,
     e2m1_value,
@@ -118,29 +119,6 @@ def per_element(factor, FORM: tl.constexpr):
 
 
 @triton.jit
-def _larger(x, y):
-    """The larger one of two numbers; NaN if any is."""
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
-    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
-    if not KEEPS_NAN:
-        if capability() == 0:
-            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
-        amax = tl.max(tl.abs(x), AXIS)
-        amax = tl.where(amax == amax, amax, 0.0)
-    elif capability() > 0:
-        amax = tl.reduce(tl.abs(x), AXIS, _larger)
-    else:
-        # As integers NaN is the largest; the interpreter reduces by a function element by element.
-        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
-        amax = bits.to(tl.float32, bitcast=True)
-    return amax
-
-
-@triton.jit
 def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
     """The largest magnitudes of float32 blocks by :func:`in_blocks`.
 
@@ -152,12 +130,12 @@ def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
             # At once, so that each thread reduces its own elements first. Triton 3.6 cannot so with
             # several blocks: it shuffles neighbouring lanes, which are not always of one block.
             x = tl.reshape(blocks, (1, 1, blocks.shape[1] * blocks.shape[3]))
-            amax = _amax(x, 2, KEEPS)
+            largest = amax(x, 2, KEEPS)
         else:
-            amax = _amax(_amax(blocks, 3, KEEPS), 1, KEEPS)
+            largest = amax(amax(blocks, 3, KEEPS), 1, KEEPS)
     else:
-        amax = _amax(blocks, 2 if FORM == "row" else 1, KEEPS)
-    return amax
+        largest = amax(blocks, 2 if FORM == "row" else 1, KEEPS)
+    return largest
 
 
 @triton.jit
@@ -352,20 +330,6 @@ _FOUR_BYTES = tl.constexpr(
 
 
 @triton.jit
-def code_power(value, F: tl.constexpr, INVERTED: tl.constexpr):
-    """The powers of two, float32, of codes with these float32 values, or two over them."""
-    LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
-    bits = value.to(tl.int32, bitcast=True)
-    if INVERTED:
-        power = tl.minimum(~bits & 0x7F800000, 0x7F800000 - LEAST)
-    else:
-        power = tl.maximum(bits & 0x7F800000, LEAST)
-    if F.caps:
-        power = tl.where(tl.abs(value) == 6.0, 0x3E800000 if INVERTED else 0x41000000, power)
-    return power.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexpr):
     """The int8 remainders [BR, BC] of float32 masters, rounded with uint32 dither [BR, BC].
 
@@ -382,19 +346,36 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     else:
         inverse = tl.minimum(tl.div_rn(0.5, of_units * (1.0 / PER_POWER)), FP32_MAX * 0.5)
     value = in_blocks(value, F.block, FORM)
-    power = code_power(value, F, True)
     steps = in_blocks(master, F.block, FORM) - value * per_element(factor, FORM)
-    steps = steps * (per_element(inverse, FORM) * power)
-    # From 256 to 512 a number has 15 bits below the point, which the dither rounds up or down. The
-    # lowest byte of its integer part is the remainder plus 128. That of Inf is 0, also for NaN.
-    steps += 384.0
+    inverse = per_element(inverse, FORM)
+    bits = value.to(tl.uint32, bitcast=True) & 0x7F800000
+    if F.bits == 4:
+        # Twice the inverse over the power of two of the code, on the bits; no exponent overflows.
+        of_one = inverse.to(tl.uint32, bitcast=True)
+        power = tl.minimum(of_one + (128 << 23) - bits, of_one + (1 << 23))
+        if F.caps:
+            power = tl.where(tl.abs(value) == 6.0, of_one - (2 << 23), power)
+        steps *= power.to(tl.float32, bitcast=True)
+    else:
+        power = tl.minimum(0x7F800000 - bits, 0x7F800000 - _LEAST_E4M3)
+        steps *= inverse * power.to(tl.float32, bitcast=True)
     if F.tensor_amax == "history":
         # The scale is that of other values, which codes may not reach.
-        steps = tl.where(tl.abs(steps) < float("inf"), steps, float("nan"))
-        inside = tl.minimum(tl.maximum(steps, 257.0), 511.0)
-        steps = tl.where(steps == steps, inside, float("inf"))
-    bits = tl.minimum(steps.to(tl.uint32, bitcast=True), 0x7F800000)
-    bits = (bits + (in_blocks(dither, F.block, FORM) >> 17)).to(tl.int32)
+        inside = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        steps = tl.where(tl.abs(steps) < float("inf"), inside, steps)
+    # From 1/2 to 1, 512 times as much has 15 bits below the point, which the dither rounds up or
+    # down. The lowest byte of its integer part is the remainder plus 128; of 0 and 1 it is 0.
+    if capability() > 0:
+        # Inf gives 1, -Inf and NaN give 0.
+        steps = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f3B000000, 0f3F400000;", "=f,f", [steps], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        steps = tl.where(steps == steps, steps * (1.0 / 512.0) + 0.75, 0.0)
+        steps = tl.minimum(tl.maximum(steps, 0.0), 1.0)
+    bits = steps.to(tl.int32, bitcast=True)
+    bits += (in_blocks(dither, F.block, FORM) >> 17).to(tl.int32)
     if capability() > 0:
         remainder = tl.inline_asm_elementwise(
             _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
@@ -412,6 +393,7 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
     """
     FORM: tl.constexpr = F.form
     PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
+    LEAST: tl.constexpr = _LEAST_E2M1 if F.bits == 4 else _LEAST_E4M3
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
     blocks = in_blocks(value, F.block, FORM)
     master = blocks * per_element(factor, FORM)
@@ -424,7 +406,10 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
         else:
             steps = remainder.to(tl.float32)
         steps = in_blocks(tl.where(steps == -128.0, float("nan"), steps), F.block, FORM)
-        power = code_power(blocks, F, False)
+        power = tl.maximum(blocks.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+        if F.caps:
+            power = tl.where(tl.abs(blocks) == 6.0, 0x41000000, power)
+        power = power.to(tl.float32, bitcast=True)
         master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
     return tl.reshape(master, (value.shape[0], value.shape[1]))
 

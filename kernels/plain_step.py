@@ -8,18 +8,26 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels import adam
-from fp4adam.kernels.adam import SIGNALS, Scales, Variant, load_scalars, state_pointers, step_tile
+from fp4adam.kernels.adam import (
+    SIGNALS,
+    Scales,
+    Variant,
+    load_scalars,
+    load_scales,
+    scales_of,
+    state_pointers,
+    step_tile,
+    store_scales,
+    with_scales,
+)
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import field, pointer, takes_part, tile_offsets
 from fp4adam.kernels.tiles.codes import round_to
 from fp4adam.kernels.tiles.state import (
     are_narrow,
     has_scales,
-    is_scaled,
-    load_scale_words,
     max_registers,
     starts_from_codes,
-    store_scale,
 )
 
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
@@ -28,20 +36,6 @@ ROW = tl.constexpr(512)
 # Of narrow states: rows and stages of the loop. They take many instructions per byte, so that the
 # loads of a turn have to overlap with the work on others.
 LOOP, STAGES = 4, 4
-
-
-@triton.jit
-def _byte(words, i):
-    return ((words >> (8 * i)) & 0xFF).to(tl.uint8)
-
-
-@triton.jit
-def _store_scale_words(scale_ptr, start, words, CODEC: tl.constexpr, LOOP: tl.constexpr):
-    """Store what :func:`load_scale_words` loads of LOOP rows."""
-    if is_scaled(CODEC):
-        scale = _byte(words[None, :, :], tl.arange(0, LOOP)[:, None, None])
-        scale = tl.reshape(scale, (LOOP, ROW // 32))
-        store_scale(scale_ptr, start, ROW, None, scale, CODEC, LOOP, ROW)
 
 
 @triton.jit
@@ -77,40 +71,25 @@ def _plain_kernel(
     param = pointer(table, tensor, "rowwise_data", PARAM)
     # A mask makes every access scalar, so only the last tile of a tensor has one.
     if LOOP > 1:
-        ptr = pointers
-        VALUE: tl.constexpr = VARIANT.value_codec
-        FIRST: tl.constexpr = VARIANT.exp_avg_codec
-        SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-        # Scales of all rows, a byte of a word each.
-        old_value = load_scale_words(ptr.value_extra, first, ROW, ROW, VALUE, LOOP, 1, ROW)
-        old_avg = load_scale_words(ptr.exp_avg_scale, first, ROW, ROW, FIRST, LOOP, 1, ROW)
-        old_sq = load_scale_words(ptr.exp_avg_sq_scale, first, ROW, ROW, SECOND, LOOP, 1, ROW)
-        new_value = tl.zeros((1, ROW // 32), tl.uint32)
-        new_avg, new_sq = new_value, new_value
+        old = load_scales(pointers, first, ROW, ROW, VARIANT, LOOP, 1, ROW)
+        none = tl.zeros((1, ROW // 32), tl.uint32)
+        new = Scales(none, none, none)
         start = first  # counted apart from ``i``, which the loop is ahead with when it prefetches
         for i in tl.range(0, LOOP, num_stages=STAGES):
-            old = Scales(_byte(old_value, i), _byte(old_avg, i), _byte(old_sq, i))
-            value, scales, _, _ = step_tile(
-                pointers, first + i * ROW, start, ROW, None, constants, VARIANT, True, 1, ROW, old
-            )
-            new_value |= scales.value.to(tl.uint32) << (8 * i)
-            new_avg |= scales.exp_avg.to(tl.uint32) << (8 * i)
-            new_sq |= scales.exp_avg_sq.to(tl.uint32) << (8 * i)
+            value, scales, _ = step_tile(
+                pointers, first + i * ROW, start, ROW, None, constants, VARIANT, True, 1, ROW,
+                scales_of(old, i),
+            )  # fmt: skip
+            new = with_scales(new, scales, i)
             _store_param(param, start, None, value, VARIANT)
             start += ROW
-        _store_scale_words(ptr.value_extra, first, new_value, VALUE, LOOP)
-        _store_scale_words(ptr.exp_avg_scale, first, new_avg, FIRST, LOOP)
-        _store_scale_words(ptr.exp_avg_sq_scale, first, new_sq, SECOND, LOOP)
+        store_scales(pointers, first, ROW, ROW, new, VARIANT, LOOP, 1, ROW)
     elif first + ROW <= numel:
-        value, _, _, _ = step_tile(
-            pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW
-        )
+        value, _, _ = step_tile(pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW)
         _store_param(param, first, None, value, VARIANT)
     else:
         mask = first + tile_offsets(ROW, 1, ROW, 4) < numel
-        value, _, _, _ = step_tile(
-            pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW
-        )
+        value, _, _ = step_tile(pointers, first, first, ROW, mask, constants, VARIANT, True, 1, ROW)
         _store_param(param, first, mask, value, VARIANT)
 
 

@@ -14,12 +14,17 @@ from torch import Tensor
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
     SIGNALS,
+    Scales,
     Variant,
     lanes_of_states,
     load_scalars,
+    load_scales,
+    scales_of,
     state_lanes,
     state_pointers,
     step_tile,
+    store_scales,
+    with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
@@ -39,6 +44,7 @@ from fp4adam.kernels.plain_step import update_scaled, updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
+    row_scale_pointers,
     store_block_scales,
     store_codes,
 )
@@ -46,10 +52,10 @@ from fp4adam.kernels.tiles.codes import capability, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
-    element_hash,
+    byte_of,
+    dither_of,
     has_scales,
     load_scale,
-    load_scale_words,
     load_state,
     max_registers,
     starts_from_codes,
@@ -78,7 +84,8 @@ def field_shape(F, PARTS, BR, BC, field):
 def insert_tile(tiles, tile, i):
     """The tiles [n, R, C] with tile ``i`` replaced by ``tile`` [R, C]."""
     number = tl.arange(0, tiles.shape[0])[:, None, None]
-    return tl.where(number == i, tile[None, :, :], tiles)
+    # By a reshape, which every layout of the tile survives.
+    return tl.where(number == i, tl.reshape(tile, (1, tile.shape[0], tile.shape[1])), tiles)
 
 
 @triton.jit
@@ -96,13 +103,12 @@ def _joined(tiles, DOWN: tl.constexpr):
 
 @triton.jit
 def _encode_part(
-    kept, value, i, row, col, row_amax, column_amax, dither, given, VARIANT: tl.constexpr,
-    F: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    kept, value, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
 
-    Stores its remainders, float32 scales, and codes in a mask, none of which are kept. dither: of
-    its masters; None to compute it.
+    Stores its remainders, float32 scales, and codes in a mask, none of which are kept.
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
@@ -112,8 +118,7 @@ def _encode_part(
     if SPLITS:
         LANES: tl.constexpr = state_lanes(VARIANT)
         start = tile_start(row, col, cols)
-        if dither is None:
-            dither = element_hash(start, cols, constants.dither, BR, BC, LANES) * OF_MASTERS
+        dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC)
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
     row_scale, column_scale = kept.row_scale, kept.column_scale
@@ -140,7 +145,7 @@ def _encode_held(
     number = tl.arange(0, held.shape[0])[:, None, None]
     value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
     return _encode_part(
-        kept, value, i, row, col, row_amax, column_amax, None, given, VARIANT, F, MASKED, BR, BC
+        kept, value, i, row, col, row_amax, column_amax, given, VARIANT, F, MASKED, BR, BC
     )
 
 
@@ -215,17 +220,25 @@ def step_kernel(
     if HOLDS:
         held = tl.zeros((PARTS, BR, BC), tl.int32)
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.
-    largest = tl.zeros((BR, BC // LANES), tl.float32)
-    ratio = tl.full((BR, BC // LANES), -0x7FFFFFFF, tl.int32)
+    ratio = tl.zeros((BR, BC // LANES), tl.float32)
+    largest = ratio
     VALUE: tl.constexpr = VARIANT.value_codec
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
     DC: tl.constexpr = 0 if DOWN else BC
-    if VARIANT.is_updated:
-        scale_words = load_scale_words(
-            states.value_extra, tile_start(first_row, first_col, cols), DR * cols + DC, cols, VALUE,
-            min(PARTS, 4), BR, BC,
-        )  # fmt: skip
+    first, apart = tile_start(first_row, first_col, cols), DR * cols + DC
+    # Scales of all parts wait in words, a byte of a word each.
+    IN_WORDS: tl.constexpr = PARTS <= 4 and not MASKED
+    none = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    new_scales = Scales(none, none, none)
+    if IN_WORDS:
+        old_scales = load_scales(states, first, apart, cols, VARIANT, PARTS, BR, BC)
+        scale_words = 0
+        if FROM_CODES and F.scale != "" and F.scale != "float32":
+            for i in tl.static_range(PARTS):
+                row, col = first_row + i * DR, first_col + i * DC
+                ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
+                scale_words |= tl.load(ptr).to(tl.uint32) << (8 * i)
     given = rows, cols, amax, epsilon, storage, states.value, constants
     number = 0  # counted apart from ``i``, which the loop is ahead with when it prefetches
     # Unrolled, held parts are inserted by no instructions; masters of codes make that too long.
@@ -235,27 +248,33 @@ def step_kernel(
         row, col = first_row + number * DR, first_col + number * DC
         start = tile_start(row, col, cols)
         mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
-        master, dither = None, None
+        master = None
         if FROM_CODES:
             remainders = states.value if SPLITS else None
+            scale = None
+            if IN_WORDS and F.scale != "" and F.scale != "float32":
+                scale = byte_of(scale_words, i)
             master = load_masters(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
-                BC, LANES,
+                BC, LANES, scale,
             )  # fmt: skip
         if VARIANT.is_updated:
-            if PARTS <= 4:
-                scale = ((scale_words >> (8 * i)) & 0xFF).to(tl.uint8)
+            if IN_WORDS:
+                scale = byte_of(old_scales.value, i)
             else:
                 scale = load_scale(states.value_extra, ahead, cols, mask, VALUE, BR, BC)
             value = load_state(
                 states.value, states.value_extra, ahead, cols, mask, scale, VALUE, BR, BC
             )
         else:
-            value, _, dither, new_ratio = step_tile(
-                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, master=master
+            scales = scales_of(old_scales, i) if IN_WORDS else None
+            value, scales, new_ratio = step_tile(
+                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master
             )
+            if IN_WORDS:
+                new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
-                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+                new_ratio = tl.max(tl.reshape(tl.abs(new_ratio), (BR, BC // LANES, LANES)), 2)
                 ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
@@ -270,9 +289,11 @@ def step_kernel(
                 x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
                 largest = tl.maximum(largest, x)
             kept = _encode_part(
-                kept, value, i, row, col, None, None, dither, given, VARIANT, F, MASKED, BR, BC
+                kept, value, i, row, col, None, None, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
+    if IN_WORDS and not VARIANT.is_updated:
+        store_scales(states, first, apart, cols, new_scales, VARIANT, PARTS, BR, BC)
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
     storage = storage_pointers(table, tensor, tl.uint32, SCALES)
     if FROM_CODES:
@@ -362,7 +383,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     codecs = variant.codecs
     scaled = has_scales(*codecs) or variant.is_updated
     encodes = are_narrow(*codecs) and not has_scales(*codecs)
-    has_lanes = lanes_of_states(variant) == 8  # of states in a byte each
+    has_lanes = lanes_of_states(variant) > 4  # of states in a byte each
     # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
     is_roomy = sm == 90 or not has_lanes
     completes = starts_from_codes(codecs[0])
@@ -380,6 +401,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
+        if has_lanes and F.square and sm == 90:
+            # Six programs fit on each multiprocessor of an H200, four with all registers.
+            registers = 168
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168

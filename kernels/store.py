@@ -42,26 +42,30 @@ def row_scale_pointers(
 @triton.jit
 def load_masters(
     storage, remainders, start, row, col, rows, cols, mask, tensor_amax, epsilon, F: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr, scale=None,
 ):  # fmt: skip
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
     remainders: pointer, read at ``start``; None for none. tensor_amax: of the stored codes. LANES:
-    neighbours per thread.
+    neighbours per thread. scale: of the blocks, if the caller has loaded it.
     """
     CODE: tl.constexpr = F.code
     if F.bits == 4:
         WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
+        N: tl.constexpr = min(LANES, 8)
         ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
-        ptr += tile_start(row, col // LANES, cols // LANES)
-        offs = tl.max_contiguous(tile_offsets(cols // LANES, BR, BC // LANES), (1, 1))
-        code = tl.load(ptr + offs)[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, LANES))
+        ptr += tile_start(row, col // N, cols // N)
+        words = tl.load(ptr + tile_offsets(cols // N, BR, BC // N, LANES // N))
+        code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, N))
         value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
         value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
-    scale = 0
-    if F.scale != "":
+    if scale is not None:
+        pass
+    elif F.scale == "":
+        scale = 0
+    else:
         ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
         if F.square or F.scale != "float32":
             scale = tl.load(ptr)

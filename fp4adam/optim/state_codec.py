@@ -31,10 +31,11 @@ _NAN_SCALE = 255
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _LAST_SHIFT = 16
-# One round of the same kind hashes the elements. Shift and factors were chosen so that pairs of
-# dithers, of near elements or of the states of one, fill a square evenly.
-_OF_ELEMENTS, _SHIFT = 0xC2B2AE35, 13
-_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0x846CA68B, 0x93D765DD
+# Elements are numbered in steps of a large odd number, and each state's dither is the square of that
+# plus a number of its own. These were chosen so that pairs of dithers, of near elements or of the
+# states of one, fill a square evenly.
+_OF_ELEMENTS = 0xC2B2AE35
+_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0, 0x85EBCA6B
 
 
 def dither_origin(first: int, step: int) -> int:
@@ -64,9 +65,8 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
-    # A logical shift, which fills with zeros.
-    x ^= (x >> _SHIFT).bitwise_and_((1 << 32 - _SHIFT) - 1)
-    return Dither(*(x * _as_int32(f) for f in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ)))
+    states = (x + _as_int32(of) for of in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ))
+    return Dither(*(y.mul_(y) for y in states))
 
 
 def _as_int32(x: int) -> int:
@@ -194,9 +194,11 @@ class SignedFloat(BlockCodec):
 
     def _encode_blocks(self, x: Tensor, scales: Tensor, added: Tensor | int) -> Tensor:
         x = x * e8m0_reciprocal(scales)
-        bits = (x.view(torch.int32) + added).bitwise_and_(-(1 << self.dropped))
-        numbers = bits.view(torch.float32).masked_fill_(x.abs() < self._least, 0.0)
-        return numbers.to(self._number).view(self.dtype)
+        bits = x.view(torch.int32) + added
+        # Of numbers that are too small the sign remains.
+        is_small = bits.view(torch.float32).abs() < self._least
+        bits &= torch.where(is_small, -(2**31), -(1 << self.dropped))
+        return bits.view(torch.float32).to(self._number).view(self.dtype)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.view(self._number).float() * e8m0_value(scales)

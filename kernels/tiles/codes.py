@@ -72,6 +72,29 @@ def to_float32(x):
 
 
 @triton.jit
+def _larger(x, y):
+    """The larger one of two numbers; NaN if any is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
+    """Largest magnitude along an axis; NaN if any is NaN (KEEPS_NAN), or 0 if all are."""
+    if not KEEPS_NAN:
+        if capability() == 0:
+            x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
+        largest = tl.max(tl.abs(x), AXIS)
+        largest = tl.where(largest == largest, largest, 0.0)
+    elif capability() > 0:
+        largest = tl.reduce(tl.abs(x), AXIS, _larger)
+    else:
+        # As integers NaN is the largest; the interpreter reduces by a function element by element.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
+        largest = bits.to(tl.float32, bitcast=True)
+    return largest
+
+
+@triton.jit
 def e2m1_code(x, VALUES: tl.constexpr):
     """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp4adam.kernels.launch.tensor_table import tile_offsets
 from fp4adam.kernels.tiles.codes import (
+    amax,
     e4m3_code,
     e4m3_value,
     e8m0_value,
@@ -17,12 +18,11 @@ from fp4adam.kernels.tiles.codes import (
     to_float32,
 )
 
-# Constants of the hashes in ``fp4adam.optim.state_codec``.
+# Constants of the dither in ``fp4adam.optim.state_codec``.
 OF_ELEMENTS = tl.constexpr(0xC2B2AE35)
-SHIFT = tl.constexpr(13)
 OF_MASTERS = tl.constexpr(0x1B56C4E9)
-OF_EXP_AVG = tl.constexpr(0x846CA68B)
-OF_EXP_AVG_SQ = tl.constexpr(0x93D765DD)
+OF_EXP_AVG = tl.constexpr(0)
+OF_EXP_AVG_SQ = tl.constexpr(0x85EBCA6B)
 
 DTYPES = {
     "plain": tl.float32,  # unless a parameter says otherwise
@@ -103,18 +103,17 @@ def max_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
-def element_hash(
-    start, stride, origin, BR: tl.constexpr, BC: tl.constexpr, LANES: tl.constexpr = 4
-):
-    """Hashes, uint32 [BR, BC], of a tile of elements from ``start`` on, with rows ``stride`` apart.
+def dither_of(start, stride, origin, STATE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """The dither, uint32 [BR, BC], of a tile from element ``start`` on, with rows ``stride`` apart.
 
-    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count. Each
-    state's dither is the hash times a factor: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
+    start: int64. origin: the dither origin of the tensor's first element; only 32 bits count.
+    STATE: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``. A product per row, then a sum per element.
     row = (tl.arange(0, BR) * stride).to(tl.uint32) + (start.to(tl.uint32) + origin.to(tl.uint32))
-    x = (row * OF_ELEMENTS)[:, None] + (tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS)[None, :]
-    return x ^ (x >> SHIFT)
+    across = tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS
+    x = (row * OF_ELEMENTS + STATE)[:, None] + across[None, :]
+    return x * x
 
 
 @triton.jit
@@ -132,30 +131,38 @@ def encode_blocks(
     LEAST: tl.constexpr = scaled(CODEC, 3)
     x = tl.reshape(x, (BR, BC // 32, 32))
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
-    amax = tl.max(magnitude, 2)
-    scale = tl.maximum(((amax + CARRY) >> 23) - TOP, 0)
-    scale = tl.where(amax >= 0x7F800000, 255, scale)
+    if LEAST == 0:
+        # As unsigned numbers, since NaN may have a sign.
+        largest = tl.max(x.to(tl.uint32, bitcast=True), 2)
+        largest = tl.minimum(largest, 0x7F800000).to(tl.int32)
+    else:
+        largest = amax(x, 2, True).to(tl.int32, bitcast=True)
+    scale = tl.maximum(((largest + CARRY) >> 23) - TOP, 0)
+    scale = tl.where(largest >= 0x7F800000, 255, scale)[:, :, None]
     # Add the dither below the bits that are kept, so that a carry increments the code (into the
     # exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale 255, differ
     # in factors and bounds alone, which takes no instructions per element.
     if LEAST == 0:
-        # What exceeds the least exponent of the scale, or 2^22 for NaN.
-        least = tl.where(scale == 255, 0x7FFFFFFF, scale << 23)
-        floor = tl.where(scale == 255, 0x400000, 0)
-        code = tl.maximum(magnitude - least[:, :, None], floor[:, :, None])
+        # What exceeds the least exponent of the scale; for NaN a number above all others, of which
+        # the code has bit 22 alone.
+        least = tl.where(scale == 255, 0x10000000, scale << 23)
+        floor = tl.where(scale == 255, 0x70400000, 0)
+        code = tl.maximum(x.to(tl.int32, bitcast=True) - least, floor)
         code = ((code + upper) >> DROPPED).to(dtype_of(CODEC))
     else:
         # Zeros and NaN in a block of scale 255.
-        factor = tl.where(scale == 255, 0.0, e8m0_value(scale, True))
-        x = x * factor[:, :, None]
-        bits = (x.to(tl.int32, bitcast=True) + upper) & -(1 << DROPPED)
-        rounded = tl.where(tl.abs(x) >= LEAST, bits, 0).to(tl.float32, bitcast=True)
+        x = x * tl.where(scale == 255, 0.0, e8m0_value(scale, True))
+        bits = x.to(tl.int32, bitcast=True) + upper
+        is_large = tl.abs(bits.to(tl.float32, bitcast=True)) >= LEAST
+        kept = tl.where(scale == 255, 0, -0x80000000)
+        rounded = bits & tl.where(is_large, -(1 << DROPPED), kept)
+        rounded = rounded.to(tl.float32, bitcast=True)
         if CODEC == "e4m3":
             code = e4m3_code(tl.reshape(rounded, (BR, BC)), WHOLE)
         else:
             code = rounded.to(tl.float16)
+    scale = tl.reshape(scale, (BR, BC // 32))
     code, scale = tl.reshape(code, (BR, BC)), scale.to(tl.uint8)
     if CODEC == "float16":
         # Saves the way back from FP16.
@@ -216,6 +223,12 @@ def store_scale(
 
 
 @triton.jit
+def byte_of(words, i):
+    """Byte ``i`` of words, uint8."""
+    return ((words >> (8 * i)) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
 def load_scale_words(
     scale_ptr, start, step, stride, CODEC: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
@@ -231,6 +244,18 @@ def load_scale_words(
         scale = load_scale(scale_ptr, start + i * step, stride, None, CODEC, BR, BC)
         words |= scale.to(tl.uint32) << (8 * i)
     return words
+
+
+@triton.jit
+def store_scale_words(
+    scale_ptr, start, step, stride, words, CODEC: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`load_scale_words` loads."""
+    if is_scaled(CODEC):
+        i = tl.arange(0, LOOP)[:, None, None]
+        offs = (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
+        tl.store(scale_ptr + offs[None, :, :] + i * (step >> 5), byte_of(words[None, :, :], i))
 
 
 @triton.jit
@@ -265,7 +290,7 @@ def store_state(
     """Store a float32 tile in the form that :func:`load_state` reads, but not its scales.
 
     STORE: False stores nothing. dither: uint32 [BR, BC], the dither of this state (see
-    :func:`element_hash`); ignored for codecs that do not round.
+    :func:`dither_of`); ignored for codecs that do not round.
     Returns what :func:`load_state` would read back, or ``x`` for parameters; and the scales for
     :func:`store_scale`.
     """

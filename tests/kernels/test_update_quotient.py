@@ -28,7 +28,8 @@ def _quotient_kernel(a_ptr, v_ptr, scalars_ptr, out_ptr, N: tl.constexpr):
     """Grid: (numel / N,)."""
     offs = tl.program_id(0) * N + tl.arange(0, N)
     c, eps = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    quotient = adam.update_quotient(tl.load(a_ptr + offs), tl.load(v_ptr + offs), c, eps)
+    a, v = tl.load(a_ptr + offs), tl.load(v_ptr + offs)
+    quotient, _ = adam.update_quotient(a, 1.0, v, c, eps)
     tl.store(out_ptr + offs, quotient)
 
 
@@ -46,8 +47,8 @@ def random_floats(n: int, exponents: tuple[int, int], signed: bool, seed: int) -
 @pytest.mark.parametrize("range_of", ["all", "fast", "edge"])
 def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
     n = 1 << (24 if device == "cuda" else 14)
-    low, high = adam.LEAST_A, adam.LEAST_A + adam.SPAN
-    low_v, high_v = adam.LEAST_V, adam.LEAST_V + adam.SPAN
+    low, high = 1 - adam.LIFT_A, 128 - adam.LIFT_A
+    low_v, high_v = 1 - adam.LIFT_V, 128 - adam.LIFT_V
     exponents = {
         "all": ((-127, 129), (-127, 129)),
         "fast": ((low, high), (low_v, high_v)),
@@ -72,11 +73,11 @@ def test_every_operation_is_correctly_rounded(c, eps, range_of, device):
 
 def test_the_fast_path_takes_nothing_that_leaves_the_normal_numbers():
     """In powers of two; a GPU alone takes it."""
-    least_a, least_v, span = adam.LEAST_A, adam.LEAST_V, adam.SPAN
-    least = least_v // 2 - 1
-    most = max(-(-(least_v + span) // 2) + adam.MOST_C, adam.MOST_EPS) + 1
-    # Denominators, their reciprocals and the quotients, with a bit to spare.
-    assert least_v % 2 == 0 and min(least, -most, least_a - most) >= -126 + 1
-    assert max(most, -least, least_a + span - least) <= 127 - 1
-    # Remainders are multiples of the last places of both factors, which must not be subnormal.
-    assert min(least_a, least_v) - 48 >= -149
+    lift = adam.LIFT_A - adam.LIFT_V // 2  # of c
+    least, most = lift - 1, max(64 + lift + adam.MOST_C, adam.LIFT_A + adam.MOST_EPS) + 1
+    # Denominators, their reciprocals and the quotients of 2 to 2^128, with a bit to spare.
+    assert adam.LIFT_V % 2 == 0 and -126 + 1 <= min(least, -most, 1 - most)
+    assert max(most, -least, 128 - least) <= 127 - 1
+    # What is not lifted is not subnormal either.
+    assert min(1 - adam.LIFT_A, 1 - adam.LIFT_V, least - adam.LIFT_A) >= -126 + 1
+    assert 1 - adam.LIFT_A - (most - adam.LIFT_A) >= -126 + 1

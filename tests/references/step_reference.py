@@ -73,15 +73,15 @@ def _hashed(x: int) -> int:
     return x ^ x >> 16
 
 
-FACTORS = {"master_param": 0x1B56C4E9, "exp_avg": 0x846CA68B, "exp_avg_sq": 0x93D765DD}
+OWN = {"master_param": 0x1B56C4E9, "exp_avg": 0, "exp_avg_sq": 0x85EBCA6B}
 
 
 def dither(name: str, shape: torch.Size, step: float, place: int = 0) -> np.ndarray:
     """Of a state in update number ``step``; ``place`` is that of the parameter in the optimizer."""
     origin = (_hashed(_hashed(0) ^ int(step)) + place * 0x9E3779B9) % 2**32
     count = np.arange(math.prod(shape), dtype=np.uint64) + origin
-    x = (count * 0xC2B2AE35) % 2**32
-    return ((x ^ x >> 13) * FACTORS[name] % 2**32).astype(np.int64)
+    x = (count * 0xC2B2AE35 + OWN[name]) % 2**32
+    return (x * x % 2**32).astype(np.int64)
 
 
 def _upper(random: np.ndarray | None, bits: int) -> Any:
@@ -115,10 +115,10 @@ class Codec:
         scale = self._scales(flat)
         unit = np.ldexp(1.0, scale.repeat(32)[: flat.size] - 127)
         scaled = np.abs(flat) / unit
-        is_small = scaled < self.smallest
-        rounded = self._round(np.where(is_small, self.smallest, scaled), carried)
+        least = 2.0**-200 if self.signed else self.smallest
+        rounded = self._round(np.maximum(scaled, least), carried)
         if self.signed:
-            rounded = np.where(is_small, 0, rounded * np.sign(flat))
+            rounded = np.copysign(np.where(rounded < self.smallest, 0, rounded), flat)
             codes = torch.from_numpy(rounded).to(self.dtype)
             if self.dtype == torch.float8_e4m3fn:
                 codes = codes.view(torch.uint8)
