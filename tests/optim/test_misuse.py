@@ -234,7 +234,6 @@ def overlapping(scene: Scene) -> Callable[[], object]:
 
 
 def slice_in_a_group(scene: Scene) -> Callable[[], object]:
-    """Its other member has the gradient."""
     params = [nn.Parameter(scene.weight.detach()[:32]), scene.model.down.weight]
     FP4Adam([scene.weight, params[1]], scale_groups=[[scene.weight, params[1]]])
     params[1].grad = torch.ones(64, 96)

@@ -63,11 +63,13 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
         trained.param_groups[0]["lr"] = 1e-2 / seed
         trained.step()
     assert trained._whole.plan is plan
-    counts = [trained.state[param]["step"].item() for param in params]
-    assert counts == [5, 5, 5, 5]
+    assert [trained.state[param]["step"].item() for param in params] == [5, 5, 5, 5]
+    for skip in ((0,), ()):
+        set_grads(params, 6, skip)
+        trained.step()
     plan.counter.regroup([True] * 4)
-    bound = ratio_after(5, adam_scalars(trained.param_groups[0], 1))
-    assert plan.counter._ratios == pytest.approx([bound] * 4)
+    bounds = [ratio_after(n, adam_scalars(trained.param_groups[0], 1)) for n in (6, 7, 7, 7)]
+    assert plan.counter._ratios == pytest.approx(bounds)
     trained.load_state_dict(trained.state_dict())
     for skipped in (1, 2):  # those without a gradient are planned as well
         set_grads(params, 6, skip=(skipped,))

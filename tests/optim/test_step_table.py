@@ -335,7 +335,7 @@ def clipped(run: Run, oracle: Oracle, seed: int) -> None:
     run.grad(1).mul_(2)
     with pytest.raises(RuntimeError, match="must not change between .* got 1 of 4 that have"):
         run.optimizer.step()
-    run.optimizer.zero_grad()  # begins anew
+    run.optimizer.zero_grad()
     both(run, oracle, seed)
     run.set_grads(grads)
     norm = run.optimizer.clip_grad_norm_(0.5).cpu()

@@ -224,12 +224,13 @@ def test_layout_in_memory_changes_no_value(make: Make, device: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("through_the_kernels")
 def test_autograd_sees_that_a_step_changed_the_parameters(fused: bool, device: str) -> None:
-    weight = Parameter(NVFP4Quantizer().quantize(torch.ones(32, 64, device=device)))
+    quantized = NVFP4Quantizer().quantize(torch.ones(32, 64, device=device))
+    weights = [Parameter(quantized), Parameter(quantized.clone())]
     params = make_params(device, shapes=[(3,), (5,)])
-    optimizer = FP4Adam([*params, weight], fused=fused)
+    optimizer = FP4Adam([*params, *weights], fused=fused)
     x = torch.ones(2, 64, device=device, requires_grad=True)
     losses = [(param * param).sum() for param in params]
-    losses.append(torch.nn.functional.linear(x, weight).sum())
+    losses += [torch.nn.functional.linear(x, weight).sum() for weight in weights]
     take_steps(optimizer, 0)
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
