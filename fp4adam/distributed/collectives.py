@@ -121,12 +121,11 @@ def _format_hash(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=7).digest(), "big")
 
 
-def _send(group: Any, slots: Sequence[_Slot], root: int) -> Any:
+def _send(group: Any, slot: _Slot, root: int) -> Any:
     """Broadcast each part, wait for it, and return the last work."""
-    for part in chain.from_iterable(slot.parts for slot in slots):
+    for part in slot.parts:
         work = _run_collective(torch.ops.c10d.broadcast_.default, [part], group, root, 0, True, -1)
-    for slot in slots:
-        slot.take()
+    slot.take()
     return work
 
 
@@ -138,9 +137,9 @@ def _broadcast_(
     if is_loading_from_rank_0():
         return outs, _run_collective(func, _values(outs), group, root, *args)
     process_group = dist.ProcessGroup.unbox(group)
-    slots = [_Slot(out, process_group.rank() == root) for out in outs]
-    _agree(process_group, slots)
-    return outs, _send(group, slots, root)
+    slot = _Slot(*outs, process_group.rank() == root)
+    _agree(process_group, [slot])
+    return outs, _send(group, slot, root)
 
 
 # dist.all_gather into quantized tensors; plain tensors receive decoded values.
@@ -164,7 +163,7 @@ def _allgather_(
     slots[rank] = _Slot(own, True)
     _agree(process_group, slots)
     for root, slot in enumerate(slots):
-        work = _send(group, [slot], root)
+        work = _send(group, slot, root)
     mine = _Slot(received[rank], False)
     mine.prepare(None if slots[rank]._init_val is None else slots[rank]._init_val.dtype)
     torch._foreach_copy_(mine.parts, slots[rank].parts)

@@ -74,6 +74,10 @@ def gather(rank: int) -> list[list[Tensor | None]]:
         for value, other in zip(values, gathered, strict=True):
             assert torch.equal(value, other.dequantize(torch.float32))
         results += map(parts, gathered)
+        rotated = [*gathered[1:], gathered[0]]
+        dist.scatter(tensor, rotated if rank == 0 else None)
+        sent = rotated[rank]  # decoded on its way to others
+        assert_identical(tensor, quantizer.quantize(sent.dequantize()) if rank else sent)
     return results
 
 

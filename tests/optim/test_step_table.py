@@ -469,9 +469,9 @@ def moved(run: Run, oracle: Oracle) -> None:
 
 
 def swap_in_and_out(param: Tensor) -> None:
-    own = param.detach().clone()
-    param.copy_(random(tuple(param.shape), 3))
-    param.copy_(own)
+    for own in (param.detach().clone(), param.detach().float().clone()):
+        param.copy_(random(tuple(param.shape), 3))
+        param.copy_(own)
 
 
 MEMORY: dict[str, Callable[[Tensor], object]] = {
