@@ -19,12 +19,11 @@ from fp4adam.kernels.tiles.state import (
     dither_of,
     dtype_of,
     load_scale,
-    load_scale_words,
     load_state,
     starts_from_codes,
     store_scale,
-    store_scale_words,
     store_state,
+    store_words,
 )
 
 SCALARS_WIDTH = tl.constexpr(len(SCALAR_COLUMNS))
@@ -132,17 +131,17 @@ class Scales(NamedTuple):
 
 @triton.jit
 def load_scales(
-    pointers, start, step, stride, VARIANT: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """The :class:`Scales` of LOOP tiles in words, by :func:`load_scale_words`."""
+    pointers, start, stride, mask, VARIANT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The :class:`Scales` of a tile."""
+    # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     return Scales(
-        load_scale_words(pointers.value_extra, start, step, stride, VALUE, LOOP, BR, BC),
-        load_scale_words(pointers.exp_avg_scale, start, step, stride, FIRST, LOOP, BR, BC),
-        load_scale_words(pointers.exp_avg_sq_scale, start, step, stride, SECOND, LOOP, BR, BC),
+        load_scale(pointers.value_extra, start, stride, mask, VALUE, BR, BC),
+        load_scale(pointers.exp_avg_scale, start, stride, mask, FIRST, BR, BC),
+        load_scale(pointers.exp_avg_sq_scale, start, stride, mask, SECOND, BR, BC),
     )
 
 
@@ -163,20 +162,37 @@ def with_scales(words, scales, i):
 
 
 @triton.jit
-def store_scales(
+def load_scale_words(
+    pointers, start, step, stride, VARIANT: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """The :class:`Scales` of LOOP tiles, ``step`` elements apart, a byte of a word each.
+
+    For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
+    would wait for the scales in every turn.
+    """
+    tl.static_assert(LOOP <= 4)
+    none = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
+    words = Scales(none, none, none)
+    for i in tl.static_range(LOOP):
+        scales = load_scales(pointers, start + i * step, stride, None, VARIANT, BR, BC)
+        words = with_scales(words, scales, i)
+    return words
+
+
+@triton.jit
+def store_scale_words(
     pointers, start, step, stride, words, VARIANT: tl.constexpr, LOOP: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Store what :func:`load_scales` loads."""
+    """Store what :func:`load_scale_words` loads."""
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
     ptr = pointers
-    store_scale_words(ptr.value_extra, start, step, stride, words.value, VALUE, LOOP, BR, BC)
-    store_scale_words(ptr.exp_avg_scale, start, step, stride, words.exp_avg, FIRST, LOOP, BR, BC)
-    store_scale_words(
-        ptr.exp_avg_sq_scale, start, step, stride, words.exp_avg_sq, SECOND, LOOP, BR, BC
-    )
+    store_words(ptr.value_extra, start, step, stride, words.value, VALUE, LOOP, BR, BC)
+    store_words(ptr.exp_avg_scale, start, step, stride, words.exp_avg, FIRST, LOOP, BR, BC)
+    store_words(ptr.exp_avg_sq_scale, start, step, stride, words.exp_avg_sq, SECOND, LOOP, BR, BC)
 
 
 @triton.constexpr_function
@@ -382,7 +398,6 @@ def step_tile(
     and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
     """
     ptr = pointers
-    # As constexprs, because Triton 3.6 accepts no plain strings as arguments of tile functions.
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
@@ -390,11 +405,7 @@ def step_tile(
     offs = tile_offsets(stride, BR, BC, LANES)
     old = scales
     if scales is None:
-        old = Scales(
-            load_scale(ptr.value_extra, ahead, stride, mask, VALUE, BR, BC),
-            load_scale(ptr.exp_avg_scale, ahead, stride, mask, FIRST, BR, BC),
-            load_scale(ptr.exp_avg_sq_scale, ahead, stride, mask, SECOND, BR, BC),
-        )
+        old = load_scales(pointers, ahead, stride, mask, VARIANT, BR, BC)
     value = master
     if master is None:
         value = load_state(
@@ -418,9 +429,8 @@ def step_tile(
     )
     # Last, because it takes most registers.
     quotient, ratio = update_quotient(
-        m, constants.step_size, largest, constants.rsqrt_bias_correction2, constants.eps,
-        4,
-    )  # fmt: skip
+        m, constants.step_size, largest, constants.rsqrt_bias_correction2, constants.eps
+    )
     if VARIANT.amsgrad:
         _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
     # A zero step leaves the value alone: no decay, and the sign of a zero stays.

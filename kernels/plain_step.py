@@ -13,11 +13,11 @@ from fp4adam.kernels.adam import (
     Scales,
     Variant,
     load_scalars,
-    load_scales,
+    load_scale_words,
     scales_of,
     state_pointers,
     step_tile,
-    store_scales,
+    store_scale_words,
     with_scales,
 )
 from fp4adam.kernels.launch.launch import Launch, compute_capability
@@ -71,7 +71,7 @@ def _plain_kernel(
     param = pointer(table, tensor, "rowwise_data", PARAM)
     # A mask makes every access scalar, so only the last tile of a tensor has one.
     if LOOP > 1:
-        old = load_scales(pointers, first, ROW, ROW, VARIANT, LOOP, 1, ROW)
+        old = load_scale_words(pointers, first, ROW, ROW, VARIANT, LOOP, 1, ROW)
         none = tl.zeros((1, ROW // 32), tl.uint32)
         new = Scales(none, none, none)
         start = first  # counted apart from ``i``, which the loop is ahead with when it prefetches
@@ -83,7 +83,7 @@ def _plain_kernel(
             new = with_scales(new, scales, i)
             _store_param(param, start, None, value, VARIANT)
             start += ROW
-        store_scales(pointers, first, ROW, ROW, new, VARIANT, LOOP, 1, ROW)
+        store_scale_words(pointers, first, ROW, ROW, new, VARIANT, LOOP, 1, ROW)
     elif first + ROW <= numel:
         value, _, _ = step_tile(pointers, first, first, ROW, None, constants, VARIANT, True, 1, ROW)
         _store_param(param, first, None, value, VARIANT)

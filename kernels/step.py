@@ -18,12 +18,12 @@ from fp4adam.kernels.adam import (
     Variant,
     lanes_of_states,
     load_scalars,
-    load_scales,
+    load_scale_words,
     scales_of,
     state_lanes,
     state_pointers,
     step_tile,
-    store_scales,
+    store_scale_words,
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
@@ -232,7 +232,7 @@ def step_kernel(
     none = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
     new_scales = Scales(none, none, none)
     if IN_WORDS:
-        old_scales = load_scales(states, first, apart, cols, VARIANT, PARTS, BR, BC)
+        old_scales = load_scale_words(states, first, apart, cols, VARIANT, PARTS, BR, BC)
         scale_words = 0
         if FROM_CODES and F.scale != "" and F.scale != "float32":
             for i in tl.static_range(PARTS):
@@ -293,7 +293,7 @@ def step_kernel(
             )
         number += 1
     if IN_WORDS and not VARIANT.is_updated:
-        store_scales(states, first, apart, cols, new_scales, VARIANT, PARTS, BR, BC)
+        store_scale_words(states, first, apart, cols, new_scales, VARIANT, PARTS, BR, BC)
     # Pointers that are needed from here on are loaded again, to take no registers in the loop.
     storage = storage_pointers(table, tensor, tl.uint32, SCALES)
     if FROM_CODES:

@@ -229,29 +229,11 @@ def byte_of(words, i):
 
 
 @triton.jit
-def load_scale_words(
-    scale_ptr, start, step, stride, CODEC: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """The scales of LOOP tiles, ``step`` elements apart, a byte of a word each: [BR, BC / 32].
-
-    For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
-    would wait for the scales in every turn.
-    """
-    tl.static_assert(LOOP <= 4)
-    words = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
-    for i in tl.static_range(LOOP):
-        scale = load_scale(scale_ptr, start + i * step, stride, None, CODEC, BR, BC)
-        words |= scale.to(tl.uint32) << (8 * i)
-    return words
-
-
-@triton.jit
-def store_scale_words(
+def store_words(
     scale_ptr, start, step, stride, words, CODEC: tl.constexpr, LOOP: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Store what :func:`load_scale_words` loads."""
+    """Store scales of LOOP tiles, ``step`` elements apart, which are a byte of a word each."""
     if is_scaled(CODEC):
         i = tl.arange(0, LOOP)[:, None, None]
         offs = (start >> 5) + tile_offsets(stride >> 5, BR, BC // 32)
