@@ -431,11 +431,11 @@ def factored() -> list[str]:
         "Means of the squared gradients by row and by column in place of one second moment per "
         "element, as in Adafactor. Losses above Adam's of the same beta2, and their standard error "
         "over seeds; the mean update beside Adam's; and the largest one by 1,000 times the last "
-        "gradient. Embeddings, heads and norms keep Adam's. With means from before the step and the "
-        "element's own square, 50 M tokens end no higher than with Adam, at updates of the same "
-        "size; a higher rate gains more. Short runs are otherwise: with 1.2 M tokens in all, 30 M "
-        "parameters ended 0.08 and 0.12 above Adam (beta2 0.95 and 0.999), with every seed. fp4adam "
-        "has no such moments. The 8-bit moments are an "
+        "gradient. Embeddings, heads and norms keep Adam's. With means from before the step and "
+        "the element's own square, runs end no higher than with Adam, at updates of the same size; "
+        "a higher rate gains more. Short runs are otherwise: with 1.2 M tokens in all, 30 M "
+        "parameters ended 0.08 and 0.12 above Adam (beta2 0.95 and 0.999), with every seed. "
+        "fp4adam has no such moments. The 8-bit moments are an "
         "imitation, in which the smallest second moments of a block become zero.",
         "",
         cells(

@@ -20,7 +20,6 @@ from fp4adam.kernels.tiles.state import (
     dtype_of,
     load_scale,
     load_state,
-    starts_from_codes,
     store_scale,
     store_state,
     store_words,
@@ -47,6 +46,7 @@ class Variant(NamedTuple):
         amsgrad: Whether to divide by the largest second moment so far.
         is_updated: Whether an earlier launch has updated the state, so that the new value is only
             read. The moments' codecs are unused then (set to "float32").
+        lanes: Neighbouring elements per thread.
     """
 
     grad_dtype: tl.dtype
@@ -58,28 +58,12 @@ class Variant(NamedTuple):
     adam_w: bool
     amsgrad: bool
     is_updated: bool = False
+    lanes: int = 4
 
     @property
     def codecs(self) -> tuple[str, str, str]:
         """The codecs of the value and the two moments."""
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
-
-
-def lanes_of_states(variant: Variant) -> int:
-    """Neighbouring elements per thread in the tiles of a step.
-
-    Where states take a byte each and gradients two, eight; else four, 16 bytes of FP32.
-    """
-    # By position: Triton 3.6 hands a constexpr function a plain tuple.
-    grad_dtype, _, _, *codecs, _, amsgrad, _ = variant
-    value_codec, *moments = codecs
-    small = starts_from_codes(value_codec) and tuple(moments) == ("e4m3", "ue4m4")
-    small = small and grad_dtype != tl.float32
-    return 16 if small and not amsgrad else 4
-
-
-# For kernels alone.
-state_lanes = triton.constexpr_function(lanes_of_states)
 
 
 def step_variant(
@@ -401,7 +385,7 @@ def step_tile(
     VALUE: tl.constexpr = VARIANT.value_codec
     FIRST: tl.constexpr = VARIANT.exp_avg_codec
     SECOND: tl.constexpr = VARIANT.exp_avg_sq_codec
-    LANES: tl.constexpr = state_lanes(VARIANT)
+    LANES: tl.constexpr = VARIANT.lanes
     offs = tile_offsets(stride, BR, BC, LANES)
     old = scales
     if scales is None:

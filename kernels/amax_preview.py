@@ -29,7 +29,6 @@ from fp4adam.kernels.adam import (
     Variant,
     load_scalars,
     scalar,
-    state_lanes,
     state_pointers,
     step_tile,
 )
@@ -171,7 +170,7 @@ def _amax_preview_kernel(
                 mask = None
                 master = load_masters(
                     storage, pointers.value, start, row, part_col, 0, cols, None, stored_amax,
-                    epsilon, F, BR, BC, state_lanes(VARIANT),
+                    epsilon, F, BR, BC, VARIANT.lanes,
                 )  # fmt: skip
             else:
                 down, right = done + tl.arange(0, BR), beside + tl.arange(0, BC)
