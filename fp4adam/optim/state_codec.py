@@ -64,8 +64,8 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
-    states = (x + _as_int32(of) for of in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ))
-    return Dither(*(y.mul_(y) for y in states))
+    own = _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ
+    return Dither(*((x + _as_int32(number)).square_() for number in own))
 
 
 def _as_int32(x: int) -> int:
