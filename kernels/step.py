@@ -410,8 +410,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
         if has_lanes and F.square and sm == 90:
-            # Six programs fit on each multiprocessor of an H200, four with all registers.
-            registers = 168
+            # Five programs fit on each multiprocessor of an H200, four with all registers.
+            registers = 200
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168

@@ -31,9 +31,8 @@ _NAN_SCALE = 255
 # multiply, in which each input bit flips each output bit about half of the time.
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _LAST_SHIFT = 16
-# Elements are numbered in steps of a large odd number, and each state's dither is the square of
-# that plus a number of its own. These were chosen so that pairs of dithers, of near elements or of
-# the states of one, fill a square evenly.
+# Elements count in steps of a large odd number; the dither of a state is the square of that plus a
+# number of its own, chosen so that pairs of dithers, of near elements or of two states, are even.
 _OF_ELEMENTS = 0xC2B2AE35
 _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ = 0x1B56C4E9, 0, 0x85EBCA6B
 
@@ -65,8 +64,8 @@ def dither_bits(first: int, count: int, step: int, device: torch.device | str = 
     x = torch.arange(count, dtype=torch.int32, device=device)
     x += _as_int32(dither_origin(first, step))
     x *= _as_int32(_OF_ELEMENTS)
-    states = (x + _as_int32(of) for of in (_OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ))
-    return Dither(*(y.mul_(y) for y in states))
+    own = _OF_MASTERS, _OF_EXP_AVG, _OF_EXP_AVG_SQ
+    return Dither(*((x + _as_int32(number)).square_() for number in own))
 
 
 def _as_int32(x: int) -> int:
