@@ -238,8 +238,11 @@ _LIFTS = tl.constexpr((2.0**LIFT_A, 2.0 ** (LIFT_A - LIFT_V // 2), 2.0**MOST_C, 
 RATIO_UNIT = tl.constexpr(2.0 ** (LIFT_V // 2))
 
 
-@triton.constexpr_function
-def quotient_assembly(PACK):
+# Elements per instance of the assembly, which a thread has side by side: their operations overlap.
+PACK = tl.constexpr(4)
+
+
+def _quotient_assembly(PACK: int) -> str:
     """PTX for PACK elements of :func:`update_quotient`.
 
     Operands are quotients, ratios, m, v, the lifted step, c and eps, and these as they are.
@@ -302,28 +305,24 @@ def quotient_assembly(PACK):
     return "{ " + " ".join([*lines, *slow, "DONE:"]) + " }"
 
 
-@triton.constexpr_function
-def quotient_operands(PACK):
-    return ",".join(["=f"] * 2 * PACK + ["f"] * 8 * PACK)
+_QUOTIENT = tl.constexpr(_quotient_assembly(PACK.value))
+_OPERANDS = tl.constexpr(",".join(["=f"] * 2 * PACK.value + ["f"] * 8 * PACK.value))
 
 
 @triton.jit
-def update_quotient(m, step, v, c, eps, PACK: tl.constexpr = 4):
+def update_quotient(m, step, v, c, eps):
     """m * step / (sqrt(v) * c + eps), each operation correctly rounded; and m / sqrt(v), nearly.
 
-    m, v: float32 tiles. step, c, eps: float32 scalars. PACK: elements per instance of the assembly,
-    an even number, which a thread has side by side; their dependent operations overlap.
+    m, v: float32 tiles. step, c, eps: float32 scalars.
     The second number is divided by RATIO_UNIT, and is NaN at most where m is or both are zero.
     """
     if capability() > 0:
-        assembly: tl.constexpr = quotient_assembly(PACK)
-        operands: tl.constexpr = quotient_operands(PACK)
         inside = (c >= 0.5) & (c <= _LIFTS[2]) & (eps <= _LIFTS[3])
         # NaN in c makes that of the quotients, for which nothing else has to be checked.
         lifted = tl.where(inside, c * _LIFTS[1], float("nan"))
         quotient, ratio = tl.inline_asm_elementwise(
-            assembly,
-            operands,
+            _QUOTIENT,
+            _OPERANDS,
             [m, v, step * _LIFTS[0], lifted, eps * _LIFTS[0], step, c, eps],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
