@@ -27,6 +27,23 @@ from helpers import assert_identical, bits
 aten = torch.ops.aten
 E4M3 = SimpleNamespace(name="kFloat8E4M3")
 
+# Scales of a row are padded, and those of a column as well.
+SHAPE = (32, 96)
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
+    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
+    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
+    "mxfp8-2d-swizzled": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
+    "float8block": Float8BlockQuantizer(),
+    "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
+    "float8": Float8Quantizer(),
+    "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True),
+}
+
 
 class Wrapper(torch.Tensor):
     """A tensor whose memory is in attributes that only its package knows."""

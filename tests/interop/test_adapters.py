@@ -18,12 +18,10 @@ from torch.nn import Parameter
 
 import fp4adam
 from fp4adam import (
-    Float8BlockQuantizer,
     Float8Quantizer,
     FP4Adam,
     FusedAdam,
     MasterWeightOptimizer,
-    MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizationMonitor,
     Quantizer,
@@ -31,24 +29,17 @@ from fp4adam import (
 )
 from fp4adam.formats import minifloat
 from helpers import WithGradient, all_params, random
-from te_stand_ins import Wrapper, assert_bytes, assert_same, te_bytes, te_class, te_tensor
+from te_stand_ins import (
+    QUANTIZERS,
+    SHAPE,
+    Wrapper,
+    assert_bytes,
+    assert_same,
+    te_bytes,
+    te_class,
+    te_tensor,
+)
 
-# Scales of a row are padded, and those of a column as well.
-SHAPE = (32, 96)
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "nvfp4-columnwise": NVFP4Quantizer(rowwise=False),
-    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
-    "mxfp8-2d": MXFP8Quantizer(two_dimensional=True),
-    "mxfp8-2d-swizzled": MXFP8Quantizer(two_dimensional=True, optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
-    "float8": Float8Quantizer(),
-    "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True),
-}
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
 

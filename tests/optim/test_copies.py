@@ -23,20 +23,8 @@ from fp4adam import (
 from fp4adam.formats import minifloat
 from fp4adam.tensors import backend
 from helpers import random
-from te_stand_ins import Wrapper, assert_bytes, stand_in, te_bytes
+from te_stand_ins import QUANTIZERS, SHAPE, Wrapper, assert_bytes, stand_in, te_bytes
 
-SHAPE = (32, 96)
-QUANTIZERS = {
-    "nvfp4": NVFP4Quantizer(),
-    "nvfp4-swizzled": NVFP4Quantizer(optimize_for_gemm=True),
-    "nvfp4-1d": NVFP4Quantizer(two_dimensional=False),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8-swizzled": MXFP8Quantizer(optimize_for_gemm=True),
-    "float8block": Float8BlockQuantizer(),
-    "float8block-1d": Float8BlockQuantizer(two_dimensional=False),
-    "float8": Float8Quantizer(),
-    "float8-rowwise": Float8Quantizer(columnwise=False),
-}
 DELAYED = Float8Quantizer(scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent")
 every_format = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
