@@ -150,12 +150,11 @@ def load_scale_words(
     pointers, start, step, stride, VARIANT: tl.constexpr, LOOP: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """The :class:`Scales` of LOOP tiles, ``step`` elements apart, a byte of a word each.
+    """The :class:`Scales` of up to four tiles, ``step`` elements apart, a byte of a word each.
 
     For a pipelined loop over the tiles. Bytes are too short for asynchronous copies, so the loop
     would wait for the scales in every turn.
     """
-    tl.static_assert(LOOP <= 4)
     none = tl.zeros((BR, (BC + 31) // 32), tl.uint32)
     words = Scales(none, none, none)
     for i in tl.static_range(LOOP):

@@ -19,6 +19,7 @@ BFLOAT16_MAX = np.uint32(0x7F7F0000).view(np.float32)
 ONE_SIXTH = np.uint32(0x3E2AAAAB).view(np.float32)
 ONE_448TH = np.uint32(0x3B124925).view(np.float32)
 
+FIELDS = "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Subnormals are m * 2**-9, normals (8 + m) * 2**(e - 10); code 0x7F would be 480 but means NaN.
 E4M3_VALUES = np.concatenate(
@@ -167,12 +168,8 @@ def quantize_mxfp8(x: Floats, two_dimensional: bool = False) -> Fields:
     columnwise_data, columnwise_scale = _mxfp8(x, 32, 32 if two_dimensional else 1)
     if two_dimensional:
         scale, columnwise_scale = np.repeat(scale, 32, 0), np.repeat(scale, 32, 1)
-    return {
-        "rowwise_data": data,
-        "rowwise_scale_inv": _pad(scale, 128, 4),
-        "columnwise_data": columnwise_data,
-        "columnwise_scale_inv": _pad(columnwise_scale, 4, 128),
-    }
+    stored = data, _pad(scale, 128, 4), columnwise_data, _pad(columnwise_scale, 4, 128)
+    return dict(zip(FIELDS, stored, strict=True))
 
 
 @np.errstate(all="ignore")
@@ -212,12 +209,8 @@ def quantize_float8_block(
     if not two_dimensional:
         # 1 x 128 blocks keep their scales with the block index first.
         scale_inv, columnwise_scale_inv = scale_inv.T, columnwise_scale_inv.T
-    return {
-        "rowwise_data": data,
-        "rowwise_scale_inv": _pad(scale_inv, 1, 4),
-        "columnwise_data": columnwise_data,
-        "columnwise_scale_inv": _pad(columnwise_scale_inv, 1, 4),
-    }
+    stored = data, _pad(scale_inv, 1, 4), columnwise_data, _pad(columnwise_scale_inv, 1, 4)
+    return dict(zip(FIELDS, stored, strict=True))
 
 
 @np.errstate(all="ignore")
@@ -237,12 +230,8 @@ def quantize_float8(x: Floats, pow_2_scales: bool = False, amax_epsilon: float =
     whole = x if x.size else np.zeros((1, 1), np.float32)
     data, scale_inv = _float8(whole, *whole.shape, pow_2_scales, amax_epsilon, FLOAT32_MAX)
     data, scale_inv = np.resize(data, x.shape), scale_inv.reshape(1)
-    return {
-        "rowwise_data": data,
-        "rowwise_scale_inv": scale_inv,
-        "columnwise_data": np.ascontiguousarray(data.T),
-        "columnwise_scale_inv": scale_inv,
-    }
+    stored = data, scale_inv, np.ascontiguousarray(data.T), scale_inv
+    return dict(zip(FIELDS, stored, strict=True))
 
 
 @np.errstate(all="ignore")
