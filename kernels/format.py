@@ -368,8 +368,8 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     if capability() > 0:
         # Inf gives 1, -Inf and NaN give 0.
         steps = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, 0f3B000000, 0f3F400000;", "=f,f", [steps], dtype=tl.float32,
-            is_pure=True, pack=1,
+            "mul.rn.f32 $0, $1, 0f3B000000; add.rn.sat.f32 $0, $0, 0f3F400000;", "=f,f", [steps],
+            dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         steps = tl.where(steps == steps, steps * (1.0 / 512.0) + 0.75, 0.0)
