@@ -252,8 +252,7 @@ def _quotient_assembly(PACK: int) -> str:
     is not finite if a quotient is not.
     """
     lines = [".reg .pred outside, other;", ".reg .b32 common;", ".reg .f32 a, w, r, s, h, n, e, b;"]
-    lines += [f".reg .f32 q{i};" for i in range(PACK)] + [".reg .f32 sum;"]
-    lines += ["mov.b32 common, 0x40000000;", "mov.b32 sum, 0;"]
+    lines += [".reg .f32 sum;", "mov.b32 common, 0x40000000;", "mov.b32 sum, 0;"]
     slow = []
     for i in range(PACK):
         out, ratio, m, v, *lifted, step, c, eps = (

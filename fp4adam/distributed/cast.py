@@ -7,7 +7,7 @@ other ranks, which the ranks exchange after measuring.
 import copy
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import compress, repeat
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +74,8 @@ class SpanCast:
         if self._uses_kernels:
             self._launches_for(values, outs).write()
         else:
-            for one, value, out in zip(self.spans, values, outs or repeat(None), strict=False):
+            outs = [None] * len(values) if outs is None else outs
+            for one, value, out in zip(self.spans, values, outs, strict=True):
                 one.write(value, out)
             build_gemm_scales(weights)
         mark_written(weights)

@@ -180,8 +180,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
                 f"a weight must be sharded to be written to, got a {type(self).__name__} of shape "
                 f"{tuple(self.shape)} that FSDP2 has gathered; call reshard() of its module first"
             )
-        # Ranks settle together, whatever each of them was given.
-        shared.unsettled |= shared.rows_share_scales
+        shared.unsettled |= shared.rows_share_scales  # ranks settle together, whatever each got
         if not plain and x._window() == self._window():
             return  # loading an alias of itself, such as a tensor from state_dict()
         is_new = shared.first_row is None
