@@ -98,7 +98,7 @@ def check_param(options: Options, param: Tensor) -> None:
     if param.requires_grad:
         _check_dtype(name, param)
     tensors = own.storage_tensors().values() if isinstance(own, QuantizedTensor) else (own,)
-    if next(iter(tensors)).is_inference():
+    if any(map(Tensor.is_inference, tensors)):
         raise RuntimeError(
             f"parameters must be ordinary tensors for {name}, got one that was made in inference "
             "mode; build or quantize the model outside torch.inference_mode(), or clone the "
