@@ -264,7 +264,8 @@ def _quotient_assembly(PACK: int) -> str:
             "and.b32 common, common, a;",
             "and.b32 common, common, w;",
             "rsqrt.approx.ftz.f32 r, w;",
-            f"mul.rn.f32 {ratio}, {m}, r;",
+            f"abs.f32 e, {m};",
+            f"mul.rn.f32 {ratio}, e, r;",
             "mul.rn.f32 s, w, r;",
             "mul.rn.f32 h, r, 0f3F000000;",
             "neg.f32 n, s;",
@@ -286,7 +287,8 @@ def _quotient_assembly(PACK: int) -> str:
             f"max.f32 w, {v}, 0f00800000;",
             f"mul.rn.f32 w, w, 0f{127 + LIFT_V << 23:08X};",
             "rsqrt.approx.ftz.f32 r, w;",
-            f"mul.rn.f32 {ratio}, {m}, r;",
+            f"abs.f32 e, {m};",
+            f"mul.rn.f32 {ratio}, e, r;",
             f"mul.rn.f32 a, {m}, {step};",
             f"sqrt.rn.f32 s, {v};",
             f"mul.rn.f32 b, s, {c};",
@@ -309,7 +311,7 @@ _OPERANDS = tl.constexpr(",".join(["=f"] * 2 * PACK.value + ["f"] * 8 * PACK.val
 
 @triton.jit
 def update_quotient(m, step, v, c, eps):
-    """m * step / (sqrt(v) * c + eps), each operation correctly rounded; and m / sqrt(v), nearly.
+    """m * step / (sqrt(v) * c + eps), each operation correctly rounded; and |m| / sqrt(v), nearly.
 
     m, v: float32 tiles. step, c, eps: float32 scalars.
     The second number is divided by RATIO_UNIT, and is NaN at most where m is or both are zero.
@@ -329,7 +331,7 @@ def update_quotient(m, step, v, c, eps):
     else:
         quotient = tl.div_rn(m * step, tl.sqrt_rn(v) * c + eps)
         least = tl.full((), 1.1754943508222875e-38, tl.float32)
-        ratio = tl.div_rn(m, tl.sqrt_rn(tl.maximum(v, least))) * (1.0 / RATIO_UNIT)
+        ratio = tl.div_rn(tl.abs(m), tl.sqrt_rn(tl.maximum(v, least))) * (1.0 / RATIO_UNIT)
         ratio = tl.where(ratio == ratio, ratio, 0.0)  # NumPy warns of NaN alone
     return quotient, ratio
 
@@ -376,7 +378,7 @@ def step_tile(
     value, float32, if the caller has decoded it and stores it. start, stride and BC must be
     multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
+    and |exp_avg| / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec

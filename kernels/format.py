@@ -15,16 +15,16 @@ import triton.language as tl
 
 from fp4adam.kernels.tiles.codes import (
     amax,
+    byte_at,
     capability,
-    e2m1_code,
     e2m1_value,
+    e2m1_words,
     e4m3_code,
     e4m3_value,
     e4m3_word_values,
     e4m3_words,
     e8m0_code_up,
     e8m0_value,
-    pack_words,
 )
 
 CODE_BITS = {"e2m1": 4, "e4m3": 8}
@@ -237,8 +237,7 @@ def code_words(
     C: tl.constexpr = x.shape[1]
     value = x
     if CODE == "e2m1":
-        code, value = e2m1_code(x, VALUES)
-        words = pack_words(code, 4, R, C)
+        words, value = e2m1_words(x, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
         words = e4m3_words(x, R, C, WHOLE) if WORDS else e4m3_code(x, ALONE=True)
@@ -321,12 +320,6 @@ _FOUR_FLOATS = tl.constexpr(
     " prmt.b32 $2, x, 0x4B000000, 0x7442;"
     " prmt.b32 $3, x, 0x4B000000, 0x7443; }"
 )
-# Bits 15 to 22 of four numbers, less 128.
-_FOUR_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x6521; prmt.b32 high, $3, $4, 0x6521;"
-    " shr.u32 low, low, 7; shr.u32 high, high, 7;"
-    " prmt.b32 low, low, high, 0x6420; xor.b32 $0, low, 0x80808080; }"
-)
 
 
 @triton.jit
@@ -376,20 +369,16 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
         steps = tl.minimum(tl.maximum(steps, 0.0), 1.0)
     bits = steps.to(tl.int32, bitcast=True)
     bits += (in_blocks(dither, F.block, FORM) >> 17).to(tl.int32)
-    if capability() > 0:
-        remainder = tl.inline_asm_elementwise(
-            _FOUR_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4
-        )
-    else:
-        remainder = ((bits >> 15) ^ 0x80).to(tl.int8)
+    remainder = byte_at(bits, 15, 0x80).to(tl.int8, bitcast=True)
     return tl.reshape(remainder, (master.shape[0], master.shape[1]))
 
 
 @triton.jit
-def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
+def complete(value, scale, tensor_amax, epsilon, remainder, product, F: tl.constexpr):
     """The float32 masters [BR, BC] that rowwise codes and int8 remainders make.
 
-    value, scale: of the codes. remainder: None for none.
+    value, scale: of the codes. product: of remainders and powers of two of their codes; else
+    remainder: these; None for none.
     """
     FORM: tl.constexpr = F.form
     PER_POWER: tl.constexpr = _PER_E2M1 if F.bits == 4 else _PER_E4M3
@@ -397,7 +386,10 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
     factor, of_units = decode_factor(scale, tensor_amax, epsilon, F)
     blocks = in_blocks(value, F.block, FORM)
     master = blocks * per_element(factor, FORM)
-    if remainder is not None:
+    unit = per_element(of_units * (1.0 / PER_POWER), FORM)
+    if product is not None:
+        master += in_blocks(product, F.block, FORM) * unit
+    elif remainder is not None:
         if capability() > 0:
             steps = tl.inline_asm_elementwise(
                 _FOUR_FLOATS, "=f,=f,=f,=f,r", [remainder], dtype=tl.float32, is_pure=True, pack=4
@@ -409,8 +401,7 @@ def complete(value, scale, tensor_amax, epsilon, remainder, F: tl.constexpr):
         power = tl.maximum(blocks.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
         if F.caps:
             power = tl.where(tl.abs(blocks) == 6.0, 0x41000000, power)
-        power = power.to(tl.float32, bitcast=True)
-        master += steps * (power * per_element(of_units * (1.0 / PER_POWER), FORM))
+        master += steps * (power.to(tl.float32, bitcast=True) * unit)
     return tl.reshape(master, (value.shape[0], value.shape[1]))
 
 

@@ -272,7 +272,7 @@ def step_kernel(
             if IN_WORDS:
                 new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
-                new_ratio = tl.max(tl.reshape(tl.abs(new_ratio), (BR, BC // LANES, LANES)), 2)
+                new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
                 ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
@@ -408,9 +408,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if has_lanes and F.square and sm == 90:
-            # Five programs fit on each multiprocessor of an H200, four with all registers.
-            registers = 200
+        if F.square and sm == 90 and (has_lanes or variant.is_updated):
+            # Six programs fit on each multiprocessor of an H200, or twelve after an update.
+            registers = 168 if has_lanes else 80
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168

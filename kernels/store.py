@@ -5,7 +5,12 @@ import triton.language as tl
 
 from fp4adam.kernels.format import code_values, complete
 from fp4adam.kernels.launch.tensor_table import tile_offsets, tile_start
-from fp4adam.kernels.tiles.codes import bytes_of, transpose_words
+from fp4adam.kernels.tiles.codes import (
+    bytes_of,
+    capability,
+    e2m1_with_remainders,
+    transpose_words,
+)
 
 
 @triton.jit
@@ -50,14 +55,18 @@ def load_masters(
     neighbours per thread. scale: of the blocks, if the caller has loaded it.
     """
     CODE: tl.constexpr = F.code
+    remainder, product = None, None
     if F.bits == 4:
-        WORD: tl.constexpr = tl.uint16 if LANES == 4 else tl.uint32
-        N: tl.constexpr = min(LANES, 8)
-        ptr = storage.rowwise_data.to(tl.pointer_type(WORD))
-        ptr += tile_start(row, col // N, cols // N)
-        words = tl.load(ptr + tile_offsets(cols // N, BR, BC // N, LANES // N))
-        code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, N))
-        value = tl.reshape(code_values(code, CODE), (BR, BC))
+        ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint16))
+        ptr += tile_start(row, col // 4, cols // 4)
+        offs = tile_offsets(cols // 4, BR, BC // 4, LANES // 4)
+        words = tl.load(ptr + offs)
+        if remainders is not None and capability() > 0:
+            ptr = remainders.to(tl.pointer_type(tl.uint32)) + (start >> 2)
+            value, product = e2m1_with_remainders(words, tl.load(ptr + offs), F.caps, BR, BC)
+        else:
+            code = words[:, :, None].to(tl.int32) << (28 - 4 * tl.arange(0, 4))
+            value = tl.reshape(code_values(code, CODE), (BR, BC))
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
         value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
@@ -71,10 +80,9 @@ def load_masters(
             scale = tl.load(ptr)
         else:
             scale = tl.load(ptr, (row + tl.arange(0, BR) < rows)[:, None], 1.0)
-    remainder = None
-    if remainders is not None:
+    if remainders is not None and product is None:
         remainder = tl.load(remainders + start + tile_offsets(cols, BR, BC, LANES), mask)
-    return complete(value, scale, tensor_amax, epsilon, remainder, F)
+    return complete(value, scale, tensor_amax, epsilon, remainder, product, F)
 
 
 @triton.jit

@@ -12,6 +12,16 @@ _FOUR_CODES = tl.constexpr(
     " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
     " mov.b32 $0, {low, high}; }"
 )
+_FOUR_E5M2 = tl.constexpr(_FOUR_CODES.value.replace("e4m3", "e5m2"))
+# Likewise from numbers scaled by 2^-8, cut in FP16 to the bits of a mask. What is subnormal there
+# becomes zero.
+_FOUR_CUT_CODES = tl.constexpr(
+    "{ .reg .b32 a, b, c; .reg .b16 low, high; mov.b32 c, 0x5C005C00;"
+    " cvt.rz.f16x2.f32 a, $2, $1; and.b32 a, a, $5; mul.rn.ftz.f16x2 a, a, c;"
+    " cvt.rz.f16x2.f32 b, $4, $3; and.b32 b, b, $5; mul.rn.ftz.f16x2 b, b, c;"
+    " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b;"
+    " mov.b32 $0, {low, high}; }"
+)
 _CODE = tl.constexpr(
     "{ .reg .b16 code; cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }"
 )
@@ -27,6 +37,35 @@ _FOUR_VALUES = tl.constexpr(
     " cvt.f32.f16 $2, h2;"
     " cvt.f32.f16 $3, h3; }"
 )
+
+
+def _remainder_assembly(powers: int) -> str:
+    """PTX for four E2M1 codes with int8 remainders, by :func:`e2m1_with_remainders`.
+
+    Operands are values, products, the codes, and the remainders. Numbers are made in FP16, of whose
+    zeros and powers of two ``powers`` has the upper bytes, by code: 2^10 times as much.
+    """
+    lines = [
+        ".reg .b32 c, v, p, x, y, z, n; .reg .b16 low, high;",
+        "cvt.u32.u16 c, $8; prmt.b32 n, 0x80808080, 0, c; shl.b32 n, n, 7; and.b32 c, c, 0x7777;",
+        "prmt.b32 v, 0x3E3C3800, 0x46444240, c; lop3.b32 v, v, n, 0x80808080, 0xD8;",
+        f"prmt.b32 p, 0x64646464, {powers}, c; xor.b32 y, $9, 0x80808080;",
+    ]
+    for i, value, product in ((0, "0x1404", "0x5140"), (2, "0x3424", "0x7362")):
+        lines += [
+            f"prmt.b32 x, v, 0, {value}; mov.b32 {{low, high}}, x;",
+            f"cvt.f32.f16 ${i}, low; cvt.f32.f16 ${i + 1}, high;",
+            # 1024 + byte, less 1152; NaN if the byte is zero.
+            f"prmt.b32 x, y, p, {product}; and.b32 z, x, 0xFF00FF00;",
+            "set.eq.u32.f16x2 n, x, z; or.b32 z, z, 0x80808080; add.rn.f16x2 x, x, z;",
+            "or.b32 x, x, n; mov.b32 {low, high}, x;",
+            f"cvt.f32.f16 ${i + 4}, low; cvt.f32.f16 ${i + 5}, high;",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_REMAINDERS = tl.constexpr(_remainder_assembly(0x6C6C6868))
+_CAPPED_REMAINDERS = tl.constexpr(_remainder_assembly(0x706C6868))
 
 
 def capability(_semantic: Any = None) -> int | tl.constexpr:
@@ -95,38 +134,46 @@ def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
 
 
 @triton.jit
-def e2m1_code(x, VALUES: tl.constexpr):
-    """Code of the nearest E2M1 value, ties to the even code; and that value if VALUES.
+def e2m1_code(x):
+    """Code of the nearest E2M1 value, ties to the even code; and that value.
 
     E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign bit, codes 0 to 15. x: float32. Returns int32,
     and float32 with the sign of x.
     Magnitudes above 6, and Inf, saturate to 6 with their sign. NaN becomes +6, and zero keeps its
     sign.
     """
-    magnitude, bits, value = tl.abs(x), x.to(tl.int32, bitcast=True), x
-    if VALUES:
-        # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
-        # For Inf and NaN the sum is negative, so the maximum is 2^22, which changes neither.
-        rounder = tl.maximum((bits & 0x7F800000) + (22 << 23), 0x3F800000 + (22 << 23))
-        rounder = rounder.to(tl.float32, bitcast=True)
-        value = ((magnitude + rounder) - rounder).to(tl.uint32, bitcast=True)
-        # As unsigned integers, all NaN are above 6.
-        value = tl.minimum(value, 0x40C00000).to(tl.float32, bitcast=True)
-        # The reverse of :func:`e2m1_value`.
-        code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
-        value = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
-        value = value.to(tl.float32, bitcast=True)
-    else:
-        # Half the code is min(a, a/2 + 1, a/4 + 2, 3.5), lines that meet at 2, 4 and 6. Adding
-        # 2^22, where FP32 has a spacing of 0.5, rounds each to even and leaves the code in the low
-        # bits. Choosing a line by comparisons first would take fewer instructions, but slower ones.
-        low = (magnitude + 4194304.0).to(tl.uint32, bitcast=True)
-        middle = (magnitude * 0.5 + 4194305.0).to(tl.uint32, bitcast=True)
-        high = (magnitude * 0.25 + 4194306.0).to(tl.uint32, bitcast=True)
-        # An unsigned integer minimum: the interpreter's float minimum treats NaN differently.
-        code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4A800007)).to(tl.int32) & 7
+    magnitude, bits = tl.abs(x), x.to(tl.int32, bitcast=True)
+    # Adding 2^22 times a number's power of two leaves a multiple of half of that, ties to even.
+    # For Inf and NaN the sum is negative, so the maximum is 2^22, which changes neither.
+    rounder = tl.maximum((bits & 0x7F800000) + (22 << 23), 0x3F800000 + (22 << 23))
+    rounder = rounder.to(tl.float32, bitcast=True)
+    value = ((magnitude + rounder) - rounder).to(tl.uint32, bitcast=True)
+    # As unsigned integers, all NaN are above 6.
+    value = tl.minimum(value, 0x40C00000).to(tl.float32, bitcast=True)
+    # The reverse of :func:`e2m1_value`.
+    code = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
+    value = value.to(tl.int32, bitcast=True) | (bits & -0x80000000)
     # As signed integers, -Inf and all negative numbers are below the negative NaNs.
-    return code | tl.where(bits <= -0x800000, 8, 0), value
+    return code | tl.where(bits <= -0x800000, 8, 0), value.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_words(x, R: tl.constexpr, C: tl.constexpr):
+    """Codes packed in words, as by :func:`pack_words`, and their values; of products [R, C].
+
+    Products, because NaN has no sign then, on a GPU.
+    """
+    code, value = e2m1_code(x)
+    if capability() >= 90:
+        # E5M2 has the bits of E2M1, but for the sign's place, if its least power of two means 1.
+        even, odd = tl.split(tl.reshape(value * 6.103515625e-05, (R, C // 2, 2)))
+        even = _float8_words(even, _FOUR_E5M2, R, C // 2)
+        odd = _float8_words(odd, _FOUR_E5M2, R, C // 2)
+        low = (even >> 1) & 0x07070707 | (even >> 4) & 0x08080808
+        words = low | (odd << 3) & 0x70707070 | odd & 0x80808080
+    else:
+        words = pack_words(code, 4, R, C)
+    return words, value
 
 
 @triton.jit
@@ -138,6 +185,27 @@ def e2m1_value(code):
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
+@triton.jit
+def _joined(x0, x1, x2, x3, R: tl.constexpr, C: tl.constexpr):
+    """Every fourth column each, as [R, C]."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (R, C))
+
+
+@triton.jit
+def e2m1_with_remainders(words, remainders, CAPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Values of E2M1 codes, and their powers of two times int8 remainders; compiled only.
+
+    words: uint16 [R, C / 4], of codes. remainders: uint32 [R, C / 4], of bytes; -128 gives NaN.
+    CAPS: whether the power of 6 is 8. Returns float32 [R, C] twice.
+    """
+    assembly: tl.constexpr = _CAPPED_REMAINDERS if CAPS else _REMAINDERS
+    v0, v1, v2, v3, p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        assembly, "=f,=f,=f,=f,=f,=f,=f,=f,h,r", [words, remainders], dtype=(tl.float32,) * 8,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return _joined(v0, v1, v2, v3, R, C), _joined(p0, p1, p2, p3, R, C)
+
+
 # Conversions to and from E4M3 are instructions from compute capability 9.0 on. 8.0 has none, for
 # 8.9 Triton rounds twice (3.6, 3.7), and its interpreter gets ties, carries and subnormals wrong
 # (3.6 to 3.9). They convert words here, or numbers alone: ptxas 12.9, which Triton 3.6 to 3.8 ship,
@@ -146,17 +214,13 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e4m3_code(x, WHOLE: tl.constexpr = False, ALONE: tl.constexpr = False):
+def e4m3_code(x, ALONE: tl.constexpr = False):
     """Bits, uint8, of the nearest E4M3 value (at most 448), ties to even.
 
     x: float32. Overflow and Inf saturate to 448 with their sign, NaN becomes 0x7F, and zero keeps
-    its sign. WHOLE: bytes are stored once and in words. ALONE: they never become words.
+    its sign. ALONE: bytes never become words.
     """
-    if WHOLE and capability() >= 90:
-        code = tl.inline_asm_elementwise(
-            _FOUR_CODES, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    elif ALONE and capability() >= 90:
+    if ALONE and capability() >= 90:
         code = tl.inline_asm_elementwise(
             _CODE, "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1
         ).to(tl.uint8)
@@ -175,18 +239,36 @@ def e4m3_code(x, WHOLE: tl.constexpr = False, ALONE: tl.constexpr = False):
 
 
 @triton.jit
+def cut_e4m3_code(x, keep):
+    """Bits, uint8, of 2^8 times float32 numbers, cut to E4M3, or zero below its least power of two.
+
+    keep: -(1 << 7) twice, as int32, or 0 for code 0. For compute capability 9.0 on, where bytes are
+    stored once and in words.
+    """
+    return tl.inline_asm_elementwise(
+        _FOUR_CUT_CODES, "=r,f,f,f,f,r,r,r,r", [x, keep], dtype=tl.uint8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _float8_words(x, ASSEMBLY: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Words of codes of four neighbouring columns."""
+    even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def e4m3_words(x, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr = True):
     """Codes of neighbouring columns packed in words, as by :func:`pack_words`.
 
     x: float32 [R, C]. Returns uint32 [R, C / 4]. WHOLE: words are not split into bytes again.
     """
     if WHOLE and capability() >= 90:
-        even, odd = tl.split(tl.reshape(x, (R, C // 4, 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        words = tl.inline_asm_elementwise(
-            _FOUR_CODES, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
-        )
+        words = _float8_words(x, _FOUR_CODES, R, C)
     else:
         words = pack_words(e4m3_code(x), 8, R, C)
     return words
@@ -197,17 +279,12 @@ def e4m3_word_values(words, R: tl.constexpr, C: tl.constexpr):
     """The float32 values [R, C] of codes in words [R, C / 4] by :func:`e4m3_words`."""
     if capability() >= 90:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            _FOUR_VALUES,
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
+            _FOUR_VALUES, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
         )
-        values = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+        values = _joined(x0, x1, x2, x3, R, C)
     else:
         values = e4m3_value(bytes_of(words, R, C))
-    return tl.reshape(values, (R, C))
+    return values
 
 
 @triton.jit
@@ -257,6 +334,30 @@ def pack_words(code, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     fields = tl.reshape(code.to(tl.uint32), (R, C // PER_WORD, PER_WORD))
     shifts = BITS * tl.arange(0, PER_WORD).to(tl.uint32)
     return tl.sum(fields << shifts[None, None, :], 2)
+
+
+@triton.constexpr_function
+def _byte_assembly(FIRST, FLIPS):
+    """PTX for four numbers of :func:`byte_at`."""
+    select, shift = 0x5410 + FIRST // 8 * 0x1111, FIRST % 8
+    return (
+        f"{{ .reg .b32 low, high; prmt.b32 low, $1, $2, {select}; prmt.b32 high, $3, $4, {select};"
+        f" shr.u32 low, low, {shift}; shr.u32 high, high, {shift};"
+        f" prmt.b32 low, low, high, 0x6420; xor.b32 $0, low, {FLIPS * 0x01010101}; }}"
+    )
+
+
+@triton.jit
+def byte_at(x, FIRST: tl.constexpr, FLIPS: tl.constexpr = 0):
+    """Eight bits of int32 numbers from bit FIRST on, uint8, with those of FLIPS inverted."""
+    if capability() > 0:
+        assembly: tl.constexpr = _byte_assembly(FIRST, FLIPS)
+        byte = tl.inline_asm_elementwise(
+            assembly, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        byte = ((x >> FIRST) ^ FLIPS).to(tl.uint8)
+    return byte
 
 
 @triton.jit

@@ -11,6 +11,9 @@ import triton.language as tl
 from fp4adam.kernels.launch.tensor_table import tile_offsets
 from fp4adam.kernels.tiles.codes import (
     amax,
+    byte_at,
+    capability,
+    cut_e4m3_code,
     e4m3_code,
     e4m3_value,
     e8m0_value,
@@ -148,8 +151,14 @@ def encode_blocks(
         # the code has bit 22 alone.
         least = tl.where(scale == 255, 0x10000000, scale << 23)
         floor = tl.where(scale == 255, 0x70400000, 0)
-        code = tl.maximum(x.to(tl.int32, bitcast=True) - least, floor)
-        code = ((code + upper) >> DROPPED).to(dtype_of(CODEC))
+        code = tl.maximum(x.to(tl.int32, bitcast=True) - least, floor) + upper
+        code = byte_at(code, 19) if CODEC == "ue4m4" else (code >> DROPPED).to(dtype_of(CODEC))
+    elif CODEC == "e4m3" and WHOLE and capability() >= 90:
+        # The power of two of one over 2^8 times the scale, down to 2^-128, which is subnormal.
+        factor = tl.where(scale < 246, (246 - scale) << 23, 0x400000 >> (scale - 246))
+        x = x * factor.to(tl.float32, bitcast=True)
+        rounded = (x.to(tl.int32, bitcast=True) + upper).to(tl.float32, bitcast=True)
+        code = cut_e4m3_code(rounded, tl.where(scale == 255, 0, -0x7F0080))
     else:
         # Zeros and NaN in a block of scale 255.
         x = x * tl.where(scale == 255, 0.0, e8m0_value(scale, True))
@@ -159,7 +168,7 @@ def encode_blocks(
         rounded = bits & tl.where(is_large, -(1 << DROPPED), kept)
         rounded = rounded.to(tl.float32, bitcast=True)
         if CODEC == "e4m3":
-            code = e4m3_code(tl.reshape(rounded, (BR, BC)), WHOLE)
+            code = e4m3_code(tl.reshape(rounded, (BR, BC)))
         else:
             code = rounded.to(tl.float16)
     scale = tl.reshape(scale, (BR, BC // 32))
