@@ -263,7 +263,7 @@ def _requantize_kernel(
                         value_ptr, extra_ptr, at, cols, None, scale, VALUE_CODEC, 16, BC
                     )
                     x = to_float32(round_to(value, WRITE_DTYPE))
-                    part, _ = encode(x, None, None, amax, epsilon, F, False)
+                    part, _ = encode(x, None, None, amax, epsilon, F)
                     store_codes(part, row, col, rows, cols, None, storage, F, 16, BC)
                     store_block_scales(part, row, col, rows, cols, storage, F, 16, BC)
 

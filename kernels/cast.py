@@ -87,7 +87,7 @@ def _quantize_kernel(
     amax = tl.load(amax_ptr) if F.tensor_amax != "" else 0.0
     # The storage may be unaligned, so it is written in bytes.
     FAKES: tl.constexpr = out_ptr is not None
-    part, value = encode(to_float32(x), None, None, amax, epsilon, F, FAKES, False)
+    part, value = encode(to_float32(x), None, None, amax, epsilon, F, False)
     if FAKES:
         FORM: tl.constexpr = F.form
         factor, _ = decode_factor(part.row_scale, amax, epsilon, F)
@@ -235,7 +235,7 @@ def _span_kernel(
         x = tl.load(ptr) if mask is None else tl.load(ptr, mask, 0.0)
         x = to_float32(round_to(to_float32(x), WRITE_DTYPE))
         if not MEASURES:
-            part, _ = encode(x, row_amax, column_amax, amax, epsilon, F, False, WHOLE)
+            part, _ = encode(x, row_amax, column_amax, amax, epsilon, F, WHOLE)
             store_codes(part, row, col, 0, cols, mask, storage, F, BR, BC)
         elif TR == BR:
             largest = tl.abs(x)  # NaN stays

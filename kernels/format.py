@@ -226,23 +226,19 @@ def decode_factor(scale, tensor_amax, epsilon, F: tl.constexpr):
 
 
 @triton.jit
-def code_words(
-    x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr
-):
-    """Words of the codes nearest to a float32 tile [R, C], and their values if VALUES.
+def code_words(x, CODE: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr):
+    """Words of the codes nearest to a float32 tile [R, C], and their values.
 
     WHOLE: as for :func:`e4m3_words`. WORDS: if not, codes of 8 bits are bytes, uint8 [R, C].
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    value = x
     if CODE == "e2m1":
         words, value = e2m1_words(x, R, C)
     else:
         tl.static_assert(CODE == "e4m3", "CODE must be a number format of codes")
         words = e4m3_words(x, R, C, WHOLE) if WORDS else e4m3_code(x, ALONE=True)
-        if VALUES:
-            value = e4m3_word_values(words, R, C) if WORDS else e4m3_value(words)
+        value = e4m3_word_values(words, R, C) if WORDS else e4m3_value(words)
     return words, value
 
 
@@ -259,14 +255,14 @@ def code_values(code, CODE: tl.constexpr):
 
 @triton.jit
 def encode_blocks(
-    x, amax, tensor_amax, epsilon, F: tl.constexpr, FORM: tl.constexpr, VALUES: tl.constexpr,
-    WHOLE: tl.constexpr, WORDS: tl.constexpr,
+    x, amax, tensor_amax, epsilon, F: tl.constexpr, FORM: tl.constexpr, WHOLE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Encode a float32 part [BR, BC] in blocks of one form.
 
-    amax: of the blocks; None to measure them. VALUES: whether the values of codes are wanted.
-    WHOLE, WORDS: as for :func:`code_words`. Returns words of codes, uint32 [BR, BC * bits / 32], or
-    bytes; scales by :func:`scale_of_amax`; and the values of codes, [BR, BC].
+    amax: of the blocks; None to measure them. WHOLE, WORDS: as for :func:`code_words`. Returns
+    words of codes, uint32 [BR, BC * bits / 32], or bytes; scales by :func:`scale_of_amax`; and the
+    values of codes, [BR, BC].
     """
     blocks = in_blocks(x, F.block, FORM)
     if amax is None and FORM != "tensor":
@@ -274,20 +270,19 @@ def encode_blocks(
     scale, factor = scale_of_amax(amax, tensor_amax, epsilon, F)
     scaled = tl.reshape(blocks * per_element(factor, FORM), (x.shape[0], x.shape[1]))
     CODE: tl.constexpr = F.code  # Triton 3.6 takes no plain strings as arguments
-    words, value = code_words(scaled, CODE, VALUES, WHOLE, WORDS)
+    words, value = code_words(scaled, CODE, WHOLE, WORDS)
     return words, scale, value
 
 
 @triton.jit
 def encode(
-    x, row_amax, column_amax, tensor_amax, epsilon, F: tl.constexpr, VALUES: tl.constexpr,
-    WORDS: tl.constexpr = True,
-):  # fmt: skip
-    """Encode a float32 part [BR, BC] in all directions. Returns a :class:`Part`, and the values.
+    x, row_amax, column_amax, tensor_amax, epsilon, F: tl.constexpr, WORDS: tl.constexpr = True
+):
+    """Encode a float32 part [BR, BC] in all directions.
 
-    row_amax, column_amax: of blocks in either direction; None to measure them. VALUES: whether the
-    values of rowwise codes are wanted. WORDS: whether codes are stored in words; else those of 8
-    bits are bytes.
+    row_amax, column_amax: of blocks in either direction; None to measure them. WORDS: whether codes
+    are stored in words; else those of 8 bits are bytes. Returns a :class:`Part`, and the values of
+    rowwise codes, which the compiler removes where nothing uses them.
     """
     FORM: tl.constexpr = F.form
     # ``store_codes`` reads the words of rowwise codes again if it has to transpose them.
@@ -297,11 +292,11 @@ def encode(
     value = x
     if F.rowwise or F.square:
         rows, row_scale, value = encode_blocks(
-            x, row_amax, tensor_amax, epsilon, F, FORM, VALUES, WHOLE, WORDS
+            x, row_amax, tensor_amax, epsilon, F, FORM, WHOLE, WORDS
         )
     if F.columnwise and not F.square:
         columns, column_scale, _ = encode_blocks(
-            x, column_amax, tensor_amax, epsilon, F, "column", False, not F.transposes, WORDS
+            x, column_amax, tensor_amax, epsilon, F, "column", not F.transposes, WORDS
         )
     return Part(rows, row_scale, columns, column_scale), value
 

@@ -111,7 +111,7 @@ def _encode_part(
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
     x = to_float32(round_to(value, VARIANT.write_dtype))
-    part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, SPLITS, not MASKED)
+    part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, not MASKED)
     mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
     if SPLITS:
         LANES: tl.constexpr = VARIANT.lanes

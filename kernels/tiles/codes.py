@@ -18,7 +18,7 @@ _FOUR_E5M2 = tl.constexpr(_FOUR_CODES.value.replace("e4m3", "e5m2"))
 _FOUR_CUT_CODES = tl.constexpr(
     "{ .reg .b32 a, b, c; .reg .b16 low, high; mov.b32 c, 0x5C005C00;"
     " cvt.rz.f16x2.f32 a, $2, $1; and.b32 a, a, $5; mul.rn.ftz.f16x2 a, a, c;"
-    " cvt.rz.f16x2.f32 b, $4, $3; and.b32 b, b, $5; mul.rn.ftz.f16x2 b, b, c;"
+    " cvt.rz.f16x2.f32 b, $4, $3; and.b32 b, b, $7; mul.rn.ftz.f16x2 b, b, c;"
     " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b;"
     " mov.b32 $0, {low, high}; }"
 )
@@ -47,8 +47,9 @@ def _remainder_assembly(powers: int) -> str:
     """
     lines = [
         ".reg .b32 c, v, p, x, y, z, n; .reg .b16 low, high;",
-        "cvt.u32.u16 c, $8; prmt.b32 n, 0x80808080, 0, c; shl.b32 n, n, 7; and.b32 c, c, 0x7777;",
-        "prmt.b32 v, 0x3E3C3800, 0x46444240, c; lop3.b32 v, v, n, 0x80808080, 0xD8;",
+        "cvt.u32.u16 c, $8; prmt.b32 n, 0x80808080, 0x80808080, c; shl.b32 n, n, 7;",
+        "and.b32 c, c, 0x7777; prmt.b32 v, 0x3E3C3800, 0x46444240, c;",
+        "lop3.b32 v, v, n, 0x80808080, 0xD8;",
         f"prmt.b32 p, 0x64646464, {powers}, c; xor.b32 y, $9, 0x80808080;",
     ]
     for i, value, product in ((0, "0x1404", "0x5140"), (2, "0x3424", "0x7362")):

@@ -24,7 +24,7 @@ known_words, known_values = format.code_words, format.code_values
 
 
 @triton.jit
-def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE, WORDS):
+def code_words(x, CODE: tl.constexpr, WHOLE, WORDS):
     if CODE == "e2m3":
         # Adding 2^20 times the power of two leaves a multiple of an eighth of it, ties to even.
         power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -36,7 +36,7 @@ def code_words(x, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE, WORDS):
         words = pack_words(code | sign, 8, x.shape[0], x.shape[1])
         value = x
     else:
-        words, value = known_words(x, CODE, VALUES, WHOLE, WORDS)
+        words, value = known_words(x, CODE, WHOLE, WORDS)
     return words, value
 
 
