@@ -470,7 +470,7 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
 def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
     export_checkpoint(trained(ROWWISE_NVFP4)[0], tmp_path)
     for quantizer, message in (
-        (NVFP4Quantizer(), "layer 'down': weight_scale must be equal for the 16 rows"),
+        (NVFP4Quantizer(), "layer 'up': weight_scale must be equal for the 16 rows"),
         (NVFP4Quantizer(two_dimensional=False), "columnwise=False"),
     ):
         with pytest.raises(ValueError, match=message):
