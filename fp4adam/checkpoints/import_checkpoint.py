@@ -98,7 +98,6 @@ class _Import:
         self.model = unwrapped(model)
         check_no_replica(model.modules())
         self.device = torch.get_default_device() if device is None else device
-        self._unfilled = _modules_to_fill(self.model)
         tensors, extra = model_state(self.model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
@@ -107,6 +106,7 @@ class _Import:
                     f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
                     "device, got a DTensor on the meta device; call to_empty"
                 )
+        self._unfilled = _modules_to_fill(self.model, any(map(is_dtensor, self.state.values())))
         # By the id of each tensor: its module and key, and its names, several if it is tied.
         self.places = {
             id(value): (module, key)
@@ -160,6 +160,9 @@ class _Import:
                 new.append((*place, value))
             else:
                 copies.append((old, value))
+        if self.device.type != "meta":
+            # First, as this initializes parameters of these modules, too.
+            _fill_buffers(self.model, self._unfilled, self.device)
         put_in(new)
         for module in transposed:
             module.is_transposed = False
@@ -169,8 +172,6 @@ class _Import:
         with torch.no_grad():
             for old, value in copies:
                 old.copy_(value)
-            if self.device.type != "meta":
-                _fill_buffers(self.model, self._unfilled, self.device)
             for old, name in targets.items():  # what is sharded, one tensor after the other
                 if is_dtensor(old):
                     old.copy_(_distributed(self._value(name), old))
@@ -278,31 +279,33 @@ def _distributed(whole: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def _modules_to_fill(model: nn.Module) -> list[nn.Module]:
-    """Modules with buffers on the meta device that no checkpoint has, such as rotary frequencies.
+def _modules_to_fill(model: nn.Module, is_sharded: bool) -> list[nn.Module]:
+    """Modules with buffers that no checkpoint has and that have no values, as rotary frequencies.
 
-    ValueError if the model, which is not one of transformers, cannot compute them.
+    Of sharded models all, since ``to_empty`` has left them without values. ValueError if the model,
+    which is not one of transformers, cannot compute them.
     """
-    found = {
-        f"{prefix}.{name}".removeprefix("."): module
-        for prefix, module in model.named_modules()
-        for name, value in module._buffers.items()
-        if value is not None and value.is_meta and name in module._non_persistent_buffers_set
-    }
-    if found and not hasattr(model, "_init_weights"):
-        raise ValueError(
-            f"buffer {min(found)!r} must be in memory, since checkpoints do not have it, got one "
-            "on the meta device; build the model under accelerate.init_empty_weights(), or with "
-            "device='meta' for its parameters alone"
-        )
-    return [*dict.fromkeys(found.values())]
+    found, is_able = {}, hasattr(model, "_init_weights")
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            value = module._buffers[name]
+            if value is not None and value.is_meta and not is_able:
+                raise ValueError(
+                    f"buffer {f'{prefix}.{name}'.removeprefix('.')!r} must be in memory, since "
+                    "checkpoints do not have it, got one on the meta device; build the model under "
+                    "accelerate.init_empty_weights(), or with device='meta' for its parameters "
+                    "alone"
+                )
+            if value is not None and is_able and (value.is_meta or is_sharded):
+                found[module] = None
+    return [*found]
 
 
 def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
-    """Let transformers compute buffers on the meta device."""
+    """Let transformers compute buffers."""
     for module in modules:
-        for name, value in module._buffers.items():
-            if value is not None and value.is_meta:
+        for name in module._non_persistent_buffers_set:
+            if (value := module._buffers[name]) is not None and value.is_meta:
                 module._buffers[name] = torch.empty_like(value, device=device)
         model._init_weights(module)
 

@@ -510,11 +510,14 @@ def export_shards(rank: int, folder: str) -> None:
     assert_identical(gathered_bytes(model), before)
     with torch.device("meta"):
         model = build(None, dtype=torch.float32)
+        model.register_buffer("mask", torch.empty(3), persistent=False)
+    model._init_weights = lambda module: module.mask.fill_(2)
     import_checkpoint(model, f"{folder}/sharded", device="meta")
     fully_shard(model, mesh=all_ranks())
     with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
     import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
+    assert model.mask.sum() == 6
     assert_identical(gathered_bytes(model), before)
     with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
         model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())
