@@ -96,8 +96,8 @@ def export_checkpoint(
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
-    found = {name: weight._amax for name, weight in trained.quantized.items()}
-    amaxes = {name: amax.item() for name, amax in found.items() if amax is not None}
+    weights = trained.quantized.items()
+    amaxes = {name: x._amax.item() for name, x in weights if x._amax is not None}
     for text in _misreadings(trained, amaxes):
         warnings.warn(text, stacklevel=2)
     excluded, stacked = unquantized_modules(trained.model, module_names(trained.spans))

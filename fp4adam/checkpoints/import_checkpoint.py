@@ -13,8 +13,8 @@ from fp4adam.checkpoints.model_state import (
     spans_of,
     unwrapped,
 )
-from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors, short
-from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors
+from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -78,8 +78,7 @@ def import_checkpoint(
     Nothing has changed when it raises, but for sharded tensors, which are written one by one.
     """
     check_module(model)
-    if device is not None:
-        device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     with CheckpointReader(Path(folder)) as files:
         _Import(model, files, quantizer, device).run()
     return model
@@ -93,11 +92,10 @@ class _Import:
         model: nn.Module,
         files: CheckpointReader,
         quantizer: Quantizer | None,
-        device: torch.device | None,
+        device: torch.device,
     ) -> None:
-        self.model = unwrapped(model)
-        check_no_replica(model.modules())
-        self.device = torch.get_default_device() if device is None else device
+        self.model, self.device = unwrapped(model), device
+        check_no_replica(self.model.modules())
         tensors, extra = model_state(self.model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
@@ -174,7 +172,7 @@ class _Import:
                 old.copy_(value)
             for old, name in targets.items():  # what is sharded, one tensor after the other
                 if is_dtensor(old):
-                    old.copy_(_distributed(self._value(name), old))
+                    old.copy_(like(old, part_for(old, self._value(name))))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a quantized weight; blocks of stacks lie along the inputs."""
@@ -272,13 +270,6 @@ class _Import:
             raise ValueError(f"layer {layer!r}: {error}") from None
 
 
-def _distributed(whole: Tensor, target: Tensor) -> Tensor:
-    """A tensor that every rank has, as its parts lie in ``target``."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-
-
 def _modules_to_fill(model: nn.Module, is_sharded: bool) -> list[nn.Module]:
     """Modules with buffers that no checkpoint has and that have no values, as rotary frequencies.
 
@@ -320,7 +311,7 @@ def encoding_of(files: CheckpointReader) -> Encoding:
     if layout is None:
         raise ValueError(
             f"quant_method must be one of {', '.join(LAYOUTS)}, in the quantization_config of "
-            f"config.json in {str(files.folder)!r}, got {short(method)}; load the checkpoint "
+            f"config.json in {str(files.folder)!r}, got {method!r:.200}; load the checkpoint "
             "decoded, and call quantize_model"
         )
     for encoding in layout.encodings:

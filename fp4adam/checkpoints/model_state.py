@@ -65,8 +65,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
             extra.add(name)
         tensors[name] = value if member is None else member
     found = {id(value) for value in tensors.values()}
-    parameters = {n: value for n, value in own.items() if isinstance(value, nn.Parameter)}
-    lost = [name for name, value in parameters.items() if id(value) not in found]
+    lost = [n for n, x in own.items() if isinstance(x, nn.Parameter) and id(x) not in found]
     if lost and extra:
         raise ValueError(
             f"state_dict() of the model must have its parameter {lost[0]!r}, got {min(extra)!r} "

@@ -122,7 +122,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         raise ValueError(
             f"{INDEX} must have a weight_map, an object of names of files, got "
-            f"{short(weight_map)}; the checkpoint is damaged: copy it again"
+            f"{weight_map!r:.200}; the checkpoint is damaged: copy it again"
         )
     return weight_map
 
@@ -148,12 +148,6 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         kind = type(parsed).__name__
         raise ValueError(f"{str(path)!r} must hold an object, got a {kind}; copy it again")
     return parsed
-
-
-def short(value: Any) -> str:
-    """A value for an error message."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class NamedTensors:

@@ -209,9 +209,10 @@ class QuantizationMonitor:
         "nonfinite_share", "exp_avg_zero_share" and "exp_avg_sq_zero_share". The page "Monitoring"
         says what each means.
 
-        Numbers without a basis are left out, such as ``changed_share`` at the first call. Without a
-        state, errors are those against the high-precision initial value. Of NVFP4 and MXFP8 weights
-        whose directions have scales of their own, the rowwise direction is measured.
+        Numbers without a basis are left out: ``changed_share`` at the first call, say, and the
+        error of a master that is 0. Without a state, errors are those against the high-precision
+        initial value. Of NVFP4 and MXFP8 weights whose directions have scales of their own, the
+        rowwise direction is measured.
         """
         sums: dict[str, Tensor] = {}
         for name, param in self.model.named_parameters():
