@@ -24,9 +24,7 @@ from fp4adam.nn.replacement import (
 )
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_dtype
-
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
 
 
 def import_checkpoint(
@@ -221,7 +219,7 @@ class _Import:
                 f"{name!r} must be quantized in the checkpoint as it is in the model, got "
                 f"{dtype}; import before quantize_model"
             )
-        if dtype != old.dtype and not {dtype, old.dtype} <= {*PLAIN}:
+        if dtype != old.dtype and not {dtype, old.dtype} <= {torch.float64, *HIGH_PRECISION_DTYPES}:
             raise TypeError(
                 f"{name!r} must be {old.dtype}, got {dtype} without a scale; the checkpoint is "
                 "damaged"
