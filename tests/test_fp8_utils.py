@@ -113,7 +113,8 @@ def test_parts_of_a_layer_stay_in_high_precision():
     assert [fp8_utils.is_float8tensor(weight) for weight in weights] == [True, False, True]
     with quantized_init(enabled=False):
         plain = nn.Sequential(nn.Linear(32, 32))
+    from_before = nn.Sequential(nn.Linear(32, 32))
     with quantized_init("mxfp8"):  # what is wrapped later counts as built here
-        wrapped = nn.ModuleList([plain])
-    assert fp8_utils.is_float8tensor(wrapped[0][0].weight)
-    assert hasattr(plain[0].weight, "get_high_precision_init_val")
+        wrapped = nn.ModuleList([from_before, plain])
+    assert [fp8_utils.is_float8tensor(each[0].weight) for each in wrapped] == [True, False]
+    assert hasattr(from_before[0].weight, "get_high_precision_init_val")

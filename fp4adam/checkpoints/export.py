@@ -16,7 +16,8 @@ from fp4adam.checkpoints import folder as checkpoint_folder
 from fp4adam.checkpoints.folder import CONFIG, HF_QUANT_CONFIG, Entry
 from fp4adam.checkpoints.layouts import LAYOUTS, Encoding, Layout, find_layout, hf_quant_config
 from fp4adam.checkpoints.model_state import (
-    Span,
+    Rows,
+    Spans,
     model_state,
     module_names,
     spans_of,
@@ -35,7 +36,6 @@ from fp4adam.tensors.rows import is_whole_blocks
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as on the Hugging Face hub
-Rows = tuple[int, int] | None  # the first and the one behind the last; None for all
 
 
 def export_checkpoint(
@@ -96,8 +96,8 @@ def export_checkpoint(
     trained = Trained.of(model, find_layout(layout))
     dtype = trained.layout.decoded_dtype or next(iter(trained.quantized.values())).dtype
     documents = _documents_of(trained.model, config, dtype)
-    found = {name: weight._amax for name, weight in trained.quantized.items()}
-    amaxes = {name: amax.item() for name, amax in found.items() if amax is not None}
+    weights = trained.quantized.items()
+    amaxes = {name: x._amax.item() for name, x in weights if x._amax is not None}
     for text in _misreadings(trained, amaxes):
         warnings.warn(text, stacklevel=2)
     excluded, stacked = unquantized_modules(trained.model, module_names(trained.spans))
@@ -106,8 +106,7 @@ def export_checkpoint(
     if layout == "modelopt":
         documents[HF_QUANT_CONFIG] = hf_quant_config(trained.encoding, excluded)
     # The layout's rounded scale does not determine the last bit of the amax.
-    stored = [(name, span.name) for name, span in trained.spans.items() if span.name in amaxes]
-    header = {f"{name}.amax": amaxes[weight].hex() for name, weight in stored}
+    header = {f"{s}.amax": amax.hex() for n, amax in amaxes.items() for s, _ in trained.spans[n]}
     _write(folder, trained.entries(), documents, max_shard_bytes, trained.weights, header)
 
 
@@ -158,7 +157,7 @@ def export_masters(
             "pass the FP4Adam that has its masters"
         )
     model, weights = tensors_of(model)
-    stored = stored_spans(spans_of(model, weights))
+    spans = spans_of(model, weights)
     # Masters, or values where others have written them.
     is_ours = isinstance(optimizer, FusedAdam)
     master_of = current_masters(optimizer._engine) if is_ours else lambda weight: None
@@ -178,7 +177,7 @@ def export_masters(
             whole = gathered(source)
             if weight in parameters and weight.is_floating_point():
                 whole = whole.to(dtype)
-            yield from plain_entries(whole, stored[name])
+            yield from plain_entries(whole, spans[name])
 
     documents = _documents_of(model, config, dtype)
     _write(folder, entries(), documents, max_shard_bytes, weights, {})
@@ -191,7 +190,7 @@ class Trained(NamedTuple):
         weights: All tensors by the first of their names, sharded ones as DTensors.
         quantized: Of these the quantized ones, a shard where they are sharded.
         encoding: How the layout stores the quantized ones.
-        spans: What a checkpoint stores, by its names: stacked experts one by one.
+        spans: What a checkpoint stores of each of the weights: stacked experts one by one.
     """
 
     model: nn.Module
@@ -199,7 +198,7 @@ class Trained(NamedTuple):
     quantized: dict[str, QuantizedTensor]
     layout: Layout
     encoding: Encoding
-    spans: dict[str, Span]
+    spans: Spans
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> "Trained":
@@ -208,34 +207,59 @@ class Trained(NamedTuple):
         shards = {name: local(weight) for name, weight in weights.items()}
         quantized = {n: x for n, x in shards.items() if isinstance(x, QuantizedTensor)}
         encoding = _encoding_for(layout, quantized)
+        trained = cls(model, weights, quantized, layout, encoding, spans_of(model, weights))
         linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-        spans = spans_of(model, weights)
-        for span in spans.values():
-            if span.name in quantized:
-                is_linear = id(weights[span.name]) in linear
-                _check_span(span, quantized[span.name], is_linear, layout, encoding)
-        return cls(model, weights, quantized, layout, encoding, spans)
+        for name in quantized:
+            trained._check(name, id(weights[name]) in linear)
+        return trained
+
+    def _check(self, name: str, is_linear: bool) -> None:
+        """Raise ValueError unless the layout can hold what is stored of a quantized weight."""
+        weight, block_rows = self.quantized[name], self.encoding.block[0]
+        cuts = [rows for _, rows in self.spans[name] if rows is not None]
+        if self.layout.keeps_stacks:
+            if cuts or weight.dim() != 3 or not is_whole_blocks(weight):
+                raise ValueError(
+                    "quantized weights must be whole stacks of experts for layout "
+                    f"{self.layout.name!r}, as gpt-oss has them, got {name!r}; leave it in high "
+                    "precision (filter=...), or use layout 'compressed-tensors'"
+                )
+            return
+        if not (cuts or is_linear):
+            raise ValueError(
+                f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
+                f"checkpoints hold one by one, got {name!r}; leave it in high precision "
+                "(filter=...), or write the values of training in high precision: "
+                "dequantize_model(model), then model.save_pretrained(folder); export_masters "
+                "writes masters"
+            )
+        for first, last in cuts:
+            if first % block_rows or last % block_rows:
+                raise ValueError(
+                    f"the weight of each expert must have a multiple of {block_rows} rows to be "
+                    f"exported, got rows {first} to {last} of {name!r}, which share scales with "
+                    "others; leave it in high precision (filter=...)"
+                )
+        if weight.global_spec is None and not is_whole_blocks(weight):
+            raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
 
     def entries(self) -> Iterator[Entry]:
         """What each weight is stored as, on its device; gathers one after the other."""
-        stored = stored_spans(self.spans)
         for name, weight in self.weights.items():
             whole = gathered(weight)
             if isinstance(whole, QuantizedTensor):
-                yield from self._quantized_entries(name, whole, stored[name])
+                yield from self._quantized_entries(name, whole)
             else:
-                yield from plain_entries(whole, stored[name])
+                yield from plain_entries(whole, self.spans[name])
 
-    def _quantized_entries(
-        self, name: str, weight: QuantizedTensor, stored: Iterable[tuple[str, Rows]]
-    ) -> Iterator[Entry]:
+    def _quantized_entries(self, name: str, weight: QuantizedTensor) -> Iterator[Entry]:
         try:
             shape = weight.shape
             matrix = weight._alias((shape[:-1].numel(), shape[-1]))
             encoded = self.encoding.encode(matrix)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
-        for stored_name, rows in stored:
+        for stored_name, rows in self.spans[name]:
             if self.layout.keeps_stacks:
                 tensors = self.encoding.of_stack(encoded, weight.shape, stored_name)
             else:
@@ -243,14 +267,6 @@ class Trained(NamedTuple):
                 layer = stored_name.removesuffix("weight")
                 tensors = {layer + key: tensor for key, tensor in parts.items()}
             yield tensors
-
-
-def stored_spans(spans: dict[str, Span]) -> dict[str, list[tuple[str, Rows]]]:
-    """Per tensor of a model: the names it is stored under, with the rows of each."""
-    stored = defaultdict(list)
-    for name, span in spans.items():
-        stored[span.name].append((name, span.rows))
-    return stored
 
 
 def plain_entries(whole: Tensor, stored: Iterable[tuple[str, Rows]]) -> Iterator[Entry]:
@@ -319,46 +335,12 @@ def _encoding_for(layout: Layout, quantized: dict[str, QuantizedTensor]) -> Enco
     return encoding
 
 
-def _check_span(
-    span: Span, weight: QuantizedTensor, is_linear: bool, layout: Layout, encoding: Encoding
-) -> None:
-    """Raise ValueError unless ``layout`` can hold what is stored of a quantized weight."""
-    name, rows = span
-    if layout.keeps_stacks:
-        if rows is not None or weight.dim() != 3 or not is_whole_blocks(weight):
-            raise ValueError(
-                f"quantized weights must be whole stacks of experts for layout {layout.name!r}, as "
-                f"gpt-oss has them, got {name!r}; leave it in high precision (filter=...), or use "
-                "layout 'compressed-tensors'"
-            )
-        return
-    if rows is None and not is_linear:
-        raise ValueError(
-            f"quantized weights must be those of nn.Linear layers, or stacks of experts that "
-            f"checkpoints hold one by one, got {name!r}; leave it in high precision (filter=...), "
-            "or write the values of training in high precision: dequantize_model(model), then "
-            "model.save_pretrained(folder); export_masters writes masters"
-        )
-    if rows is not None and any(row % encoding.block[0] for row in rows):
-        raise ValueError(
-            f"the weight of each expert must have a multiple of {encoding.block[0]} rows to be "
-            f"exported, got rows {rows[0]} to {rows[1]} of {name!r}, which share scales with "
-            "others; leave it in high precision (filter=...)"
-        )
-    if weight.global_spec is None and not is_whole_blocks(weight):
-        raise ValueError(f"{name!r} must be a whole tensor, got rows of another one; clone it")
-
-
 def gathered(weight: Tensor) -> Tensor:
     """All of a weight, quantized as it is; of a DTensor every rank has to ask."""
-    if not is_dtensor(weight):
-        return weight.detach()
-    shard, sharded = weight._local_tensor.detach(), sharded_dims(weight)
-    if not sharded:
-        return shard
-    if not isinstance(shard, QuantizedTensor):
-        return weight.detach().full_tensor()
-    return gather_whole(weight)
+    own = weight._local_tensor if is_dtensor(weight) else weight
+    if not sharded_dims(weight):
+        return own.detach()
+    return gather_whole(weight) if isinstance(own, QuantizedTensor) else weight.full_tensor()
 
 
 def check_no_adapters(model: nn.Module, purpose: str, advice: str) -> None:
@@ -402,7 +384,7 @@ def _misreadings(trained: Trained, amaxes: dict[str, float]) -> Iterator[str]:
             "wrongly where it decodes them, without a GPU, and so does vLLM (0.32) where it fuses "
             "q, k and v or gate and up; pad them, or serve with another engine"
         )
-    has_stacks = any(p.rows and p.name in trained.quantized for p in trained.spans.values())
+    has_stacks = any(rows for name in trained.quantized for _, rows in trained.spans[name])
     is_packed = encoding.format == "nvfp4-pack-quantized"
     is_8bit = trained.layout.name == "modelopt" and encoding.bits == 8
     if is_theirs and (is_8bit or (has_stacks and is_packed)):

@@ -1,5 +1,6 @@
 """Import of quantized checkpoints, to continue training from."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ from fp4adam.checkpoints.model_state import (
     spans_of,
     unwrapped,
 )
-from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors, short
-from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.checkpoints.reader import CheckpointReader, NamedTensors
+from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.nn.candidates import candidates, check_module
 from fp4adam.nn.replacement import (
     check_attributes,
@@ -23,9 +24,7 @@ from fp4adam.nn.replacement import (
 )
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_dtype
-
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES, Quantizer, check_dtype
 
 
 def import_checkpoint(
@@ -77,8 +76,7 @@ def import_checkpoint(
     Nothing has changed when it raises, but for sharded tensors, which are written one by one.
     """
     check_module(model)
-    if device is not None:
-        device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     with CheckpointReader(Path(folder)) as files:
         _Import(model, files, quantizer, device).run()
     return model
@@ -92,12 +90,10 @@ class _Import:
         model: nn.Module,
         files: CheckpointReader,
         quantizer: Quantizer | None,
-        device: torch.device | None,
+        device: torch.device,
     ) -> None:
-        self.model = unwrapped(model)
-        check_no_replica(model.modules())
-        self.device = torch.get_default_device() if device is None else device
-        self._unfilled = _modules_to_fill(self.model)
+        self.model, self.device = unwrapped(model), device
+        check_no_replica(self.model.modules())
         tensors, extra = model_state(self.model)
         self.state = {name: value for name, value in tensors.items() if name not in extra}
         for name, value in self.state.items():
@@ -106,155 +102,113 @@ class _Import:
                     f"{name!r} of the model must be a tensor in memory, or a whole one on the meta "
                     "device, got a DTensor on the meta device; call to_empty"
                 )
-        # The module and the key of each tensor, by its id.
+        self._unfilled = _modules_to_fill(self.model, any(map(is_dtensor, self.state.values())))
+        # By the id of each tensor: its module and key, and its names, several if it is tied.
         self.places = {
             id(value): (module, key)
             for module in self.model.modules()
             for members in (module._parameters, module._buffers)
             for key, value in members.items()
         }
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, value in self.state.items():
+            names[id(value)].append(name)
         self.encoding = encoding_of(files)
-        self.keys = [*self.encoding.shapes(0, 0)]
-        self.files = NamedTensors(files, self.encoding, spans_of(self.model, self.state))
-        unused = {n for n in self.files.names() if n.rpartition(".")[2] in UNUSED_SCALES}
-        stored = self.files.names() - (unused - self.state.keys())
-        self.layers = self._layers(stored)
-        of_layers = {f"{layer}.{key}" for layer in self.layers for key in self.keys}
-        self.plain = sorted(stored - of_layers - extra)
-        self._check_names()
-        for layer in self.layers:
-            check_dtype(f"weight of layer {layer!r}", self.weight(layer).dtype)
-            self.encoding.check(layer, self.files.shape_and_dtype, self.shape(layer))
-        first: dict[int, str] = {}
-        for name in self.plain:
-            self._check_plain(name, first.setdefault(id(self.state[name]), name))
-        self.plain = [*first.values()]
+        spans = spans_of(self.model, self.state)
+        self.files = NamedTensors(files, self.encoding, spans)
+        self.quantized = {*self.files.quantized}
+        known = {*self.files.quantized, *self.files.plain}
+        unknown = {n for n in self.files.unknown if n.rpartition(".")[2] not in UNUSED_SCALES}
+        if unknown := sorted(unknown - extra):
+            raise ValueError(
+                f"the model must have all that the checkpoint has, lacks {len(unknown)}, such as "
+                f"{unknown[0]!r}; build it from the checkpoint's config.json"
+            )
+        if missing := [first for first, *more in names.values() if not known & {first, *more}]:
+            raise ValueError(
+                f"the checkpoint must have all that the model has, lacks {len(missing)}, such as "
+                f"{missing[0]!r}; build the model from its config.json"
+            )
+        for name in self.files.quantized:
+            self._check_quantized(name, names[id(self.state[name])])
+        for name in self.files.plain:
+            tied = [other for other in names[id(self.state[name])] if other in known]
+            self._check_plain(name, tied[0], is_stack=spans[name][0][1] is not None)
         self.quantizer = self._quantizer(quantizer)
-
-    def parameter_name(self, layer: str) -> str:
-        """The name of the parameter of a layer; a stack of experts is a layer as well."""
-        return layer if layer in self.state else f"{layer}.weight"
-
-    def weight(self, layer: str) -> nn.Parameter:
-        return self.state[self.parameter_name(layer)]
-
-    def shape(self, layer: str) -> tuple[int, ...]:
-        """The shape of a quantized weight; blocks of stacks lie along the inputs."""
-        weight = self.weight(layer)
-        module, key = self.places[id(weight)]
-        shape = tuple(weight.shape)
-        is_transposed = key != "weight" and getattr(module, "is_transposed", False)
-        return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
     def run(self) -> None:
         """Give the tensors of the checkpoint to the model."""
-        whole = [layer for layer in self.layers if not is_dtensor(self.weight(layer))]
-        new = {
-            n: nn.Parameter(self.quantized_weight(n), self.weight(n).requires_grad) for n in whole
-        }
-        for layer, param in new.items():
-            check_attributes(layer, self.weight(layer), param)
-            param.parameter_name = self.parameter_name(layer)
-        here = [name for name in self.plain if not is_dtensor(self.state[name])]
-        plain = {name: self._plain_value(name) for name in here}
-        transposed = {
-            self.places[id(self.weight(n))][0] for n in new if self.shape(n) != self.weight(n).shape
-        }
-        weights = [(*self.places[id(self.weight(n))], param) for n, param in new.items()]
-        buffers, copies = [], []
-        for name, value in plain.items():
-            old = self.state[name]
-            if not old.is_meta:
-                copies.append((old, value))
-            elif isinstance(old, nn.Parameter):
-                param = nn.Parameter(value, old.requires_grad)
-                weights.append((*self.places[id(old)], param))
+        new, copies, transposed = [], [], set()
+        # Of a tied tensor once.
+        targets = {self.state[n]: n for n in (*self.files.quantized, *self.files.plain)}
+        for old, name in targets.items():
+            if is_dtensor(old):
+                continue
+            value, place = self._value(name), self.places[id(old)]
+            if isinstance(old, nn.Parameter):
+                value = nn.Parameter(value, old.requires_grad)
+            if isinstance(value, QuantizedTensor):
+                check_attributes(name.removesuffix(".weight"), old, value)
+                value.parameter_name = name
+                if value.shape != old.shape:
+                    transposed.add(place[0])
+            if isinstance(value, QuantizedTensor) or old.is_meta:
+                new.append((*place, value))
             else:
-                buffers.append((old, value))
-
-        put_in(weights)
+                copies.append((old, value))
+        if self.device.type != "meta":
+            # First, as this initializes parameters of these modules, too.
+            _fill_buffers(self.model, self._unfilled, self.device)
+        put_in(new)
         for module in transposed:
             module.is_transposed = False
         if transposed and hasattr(self.model, "set_experts_implementation"):
             # The model's own code takes [experts, in, out] alone.
             self.model.set_experts_implementation("grouped_mm")
-        for old, value in buffers:
-            torch.utils.swap_tensors(old, value)
         with torch.no_grad():
             for old, value in copies:
                 old.copy_(value)
-            if self.device.type != "meta":
-                _fill_buffers(self.model, self._unfilled, self.device)
-            self._write_shards()
+            for old, name in targets.items():  # what is sharded, one tensor after the other
+                if is_dtensor(old):
+                    old.copy_(like(old, part_for(old, self._value(name))))
 
-    def _write_shards(self) -> None:
-        """Write what is sharded, one tensor after the other."""
-        for layer in self.layers:
-            if is_dtensor(weight := self.weight(layer)):
-                weight.copy_(_distributed(self.quantized_weight(layer), weight))
-        for name in self.plain:
-            if is_dtensor(old := self.state[name]):
-                old.copy_(_distributed(self._plain_value(name), old))
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a quantized weight; blocks of stacks lie along the inputs."""
+        module, key = self.places[id(self.state[name])]
+        shape = tuple(self.state[name].shape)
+        is_transposed = key != "weight" and getattr(module, "is_transposed", False)
+        return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
-    def _layers(self, stored: set[str]) -> list[str]:
-        """The layers with quantized weights, found by any tensor of an encoding."""
-        keys = {*self.keys} - {"weight"}
-        parts = (name.rpartition(".") for name in stored)
-        layers = sorted({layer for layer, _, key in parts if key in keys})
-        for layer in layers:
-            for key in self.keys:
-                if f"{layer}.{key}" not in stored:
-                    raise ValueError(
-                        f"layer {layer!r} of the checkpoint must have {', '.join(self.keys)}, got "
-                        f"no {key}; the checkpoint is damaged"
-                    )
-        return layers
-
-    def _check_names(self) -> None:
-        named = {*map(self.parameter_name, self.layers), *self.plain}
-        if unknown := sorted(named - self.state.keys()):
+    def _check_quantized(self, name: str, names: list[str]) -> None:
+        """Raise unless the model can have a quantized weight for its one called ``names``."""
+        weight, layer = self.state[name], name.removesuffix(".weight")
+        module, key = self.places[id(weight)]
+        if key not in candidates(module):
             raise ValueError(
-                f"the model must have all that the checkpoint has, lacks {len(unknown)}, such as "
-                f"{unknown[0]!r}; build it from the checkpoint's config.json"
+                f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
+                f"another module; build it from the checkpoint's config.json"
             )
-        # A tied weight has one name there.
-        given = {id(self.state[name]) for name in named}
-        missing = [name for name, value in self.state.items() if id(value) not in given]
-        if missing:
+        kind = type(getattr(local(weight), "quantizer", None))
+        if not is_dtensor(weight):
+            check_weight(layer, weight)
+        elif not issubclass(kind, self.encoding.quantizer_class):
             raise ValueError(
-                f"the checkpoint must have all that the model has, lacks {len(missing)}, such as "
-                f"{missing[0]!r}; build the model from its config.json"
+                f"weight of layer {layer!r} must be quantized to {self.encoding.format} to be "
+                "written shard by shard, got another DTensor; import with device='meta' before "
+                "fully_shard"
             )
-        for layer in self.layers:
-            weight = self.weight(layer)
-            module, key = self.places[id(weight)]
-            if key not in candidates(module):
-                raise ValueError(
-                    f"{layer!r} of the model must be an nn.Linear to have a quantized weight, got "
-                    f"another module; build it from the checkpoint's config.json"
-                )
-            kind = type(getattr(local(weight), "quantizer", None))
-            if not is_dtensor(weight):
-                check_weight(layer, weight)
-            elif not issubclass(kind, self.encoding.quantizer_class):
-                raise ValueError(
-                    f"weight of layer {layer!r} must be quantized to {self.encoding.format} to be "
-                    "written shard by shard, got another DTensor; import with device='meta' before "
-                    "fully_shard"
-                )
-            names = [name for name, x in self.state.items() if x is weight]
-            if len(names) > 1:
-                raise ValueError(
-                    f"{names[0]!r} and {names[1]!r} must be two weights, got a tied one, which is "
-                    "quantized in the checkpoint; untie them"
-                )
+        if len(names) > 1:
+            raise ValueError(
+                f"{names[0]!r} and {names[1]!r} must be two weights, got a tied one, which is "
+                "quantized in the checkpoint; untie them"
+            )
+        check_dtype(f"weight of layer {layer!r}", weight.dtype)
+        self.encoding.check(layer, self.files.shape_and_dtype, self.shape(name))
 
-    def _check_plain(self, name: str, first: str) -> None:
+    def _check_plain(self, name: str, first: str, is_stack: bool) -> None:
         """Raise unless a tensor that is not quantized is as the model's, called ``first`` there."""
         old, (shape, dtype) = self.state[name], self.files.shape_and_dtype(name)
-        expected = tuple(old.shape)
-        if self.files.is_stack(name):
-            expected = flat_shape(expected)
+        expected = flat_shape(old.shape) if is_stack else tuple(old.shape)
         if shape != expected:
             raise ValueError(
                 f"{name!r} must have shape {expected}, got {shape} in the checkpoint; "
@@ -265,12 +219,12 @@ class _Import:
                 f"{name!r} must be quantized in the checkpoint as it is in the model, got "
                 f"{dtype}; import before quantize_model"
             )
-        if dtype != old.dtype and not {dtype, old.dtype} <= {*PLAIN}:
+        if dtype != old.dtype and not {dtype, old.dtype} <= {torch.float64, *HIGH_PRECISION_DTYPES}:
             raise TypeError(
                 f"{name!r} must be {old.dtype}, got {dtype} without a scale; the checkpoint is "
                 "damaged"
             )
-        if name != first and not torch.equal(*(self._plain_value(n) for n in (name, first))):
+        if name != first and not torch.equal(self._value(name), self._value(first)):
             raise ValueError(
                 f"{first!r} and {name!r} must be equal in the checkpoint, since the model ties "
                 "them, got two values; untie them (tie_word_embeddings=False)"
@@ -280,7 +234,8 @@ class _Import:
         kind = self.encoding.quantizer_class
         if chosen is None:
             scale = self.encoding.scale
-            scales = (self.files.read(f"{layer}.{scale}") for layer in self.layers)
+            layers = (name.removesuffix(".weight") for name in self.files.quantized)
+            scales = (self.files.read(f"{layer}.{scale}") for layer in layers)
             return self.encoding.quantizer_for(scales)
         fits = isinstance(chosen, kind)
         problem = (
@@ -293,64 +248,53 @@ class _Import:
             )
         return chosen
 
-    def _home(self, old: Tensor) -> torch.device:
-        """The device of what takes the place of a tensor, or is copied into it."""
-        return self.device if old.is_meta else old.device
-
-    def quantized_weight(self, layer: str) -> QuantizedTensor:
-        """A new quantized weight."""
-        old, quantizer = self.weight(layer), self.quantizer
-        if is_dtensor(old):
-            spec = local(old).global_spec
-            quantizer = local(old).quantizer if spec is None else spec.quantizer
-        device = self._home(local(old))
+    def _value(self, name: str) -> Tensor:
+        """What takes the place of a tensor, or is copied into it, on the device of that."""
+        old, layer = self.state[name], name.removesuffix(".weight")
+        own = local(old)
+        device = self.device if own.is_meta else own.device
+        if name not in self.quantized:
+            return self.files.read(name, device).view(old.shape).to(old.dtype)
+        quantizer = (own.global_spec or own).quantizer if is_dtensor(old) else self.quantizer
         if device.type == "meta":
-            return quantizer.make_empty(self.shape(layer), old.dtype, device)
-        stored = {key: self.files.read(f"{layer}.{key}", device) for key in self.keys}
+            return quantizer.make_empty(self.shape(name), old.dtype, device)
+        stored = {
+            key: self.files.read(f"{layer}.{key}", device) for key in self.encoding.shapes(0, 0)
+        }
         amax = self.files.amax(layer, device)
         try:
-            return self.encoding.wrap(stored, self.shape(layer), old.dtype, quantizer, amax)
+            return self.encoding.wrap(stored, self.shape(name), old.dtype, quantizer, amax)
         except ValueError as error:
             raise ValueError(f"layer {layer!r}: {error}") from None
 
-    def _plain_value(self, name: str) -> Tensor:
-        """The value of a tensor that is not quantized, in the dtype of the model."""
-        old = self.state[name]
-        return self.files.read(name, self._home(old)).view(old.shape).to(old.dtype)
 
+def _modules_to_fill(model: nn.Module, is_sharded: bool) -> list[nn.Module]:
+    """Modules with buffers that no checkpoint has and that have no values, as rotary frequencies.
 
-def _distributed(whole: Tensor, target: Tensor) -> Tensor:
-    """A tensor that every rank has, as its parts lie in ``target``."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-
-
-def _modules_to_fill(model: nn.Module) -> list[nn.Module]:
-    """Modules with buffers on the meta device that no checkpoint has, such as rotary frequencies.
-
-    ValueError if the model, which is not one of transformers, cannot compute them.
+    Of sharded models all, since ``to_empty`` has left them without values. ValueError if the model,
+    which is not one of transformers, cannot compute them.
     """
-    found = {
-        f"{prefix}.{name}".removeprefix("."): module
-        for prefix, module in model.named_modules()
-        for name, value in module._buffers.items()
-        if value is not None and value.is_meta and name in module._non_persistent_buffers_set
-    }
-    if found and not hasattr(model, "_init_weights"):
-        raise ValueError(
-            f"buffer {min(found)!r} must be in memory, since checkpoints do not have it, got one "
-            "on the meta device; build the model under accelerate.init_empty_weights(), or with "
-            "device='meta' for its parameters alone"
-        )
-    return [*dict.fromkeys(found.values())]
+    found, is_able = {}, hasattr(model, "_init_weights")
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            value = module._buffers[name]
+            if value is not None and value.is_meta and not is_able:
+                raise ValueError(
+                    f"buffer {f'{prefix}.{name}'.removeprefix('.')!r} must be in memory, since "
+                    "checkpoints do not have it, got one on the meta device; build the model under "
+                    "accelerate.init_empty_weights(), or with device='meta' for its parameters "
+                    "alone"
+                )
+            if value is not None and is_able and (value.is_meta or is_sharded):
+                found[module] = None
+    return [*found]
 
 
 def _fill_buffers(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
-    """Let transformers compute buffers on the meta device."""
+    """Let transformers compute buffers."""
     for module in modules:
-        for name, value in module._buffers.items():
-            if value is not None and value.is_meta:
+        for name in module._non_persistent_buffers_set:
+            if (value := module._buffers[name]) is not None and value.is_meta:
                 module._buffers[name] = torch.empty_like(value, device=device)
         model._init_weights(module)
 
@@ -365,7 +309,7 @@ def encoding_of(files: CheckpointReader) -> Encoding:
     if layout is None:
         raise ValueError(
             f"quant_method must be one of {', '.join(LAYOUTS)}, in the quantization_config of "
-            f"config.json in {str(files.folder)!r}, got {short(method)}; load the checkpoint "
+            f"config.json in {str(files.folder)!r}, got {method!r:.200}; load the checkpoint "
             "decoded, and call quantize_model"
         )
     for encoding in layout.encodings:

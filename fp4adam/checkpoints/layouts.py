@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.formats import nvfp4
@@ -28,7 +29,7 @@ from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
 E4M3 = torch.float8_e4m3fn
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Shapes = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
 Names = Sequence[str]
 
 
@@ -53,22 +54,23 @@ class Encoding:
     block: ClassVar[tuple[int, int]]  # rows and columns that one scale is for
     code_dtype: ClassVar[torch.dtype]
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that are read; the first is written
+    largest_scale: ClassVar[int] = 254  # the bits of the largest one of 1 byte; above it are NaN
 
     def refusal(self, quantizer: Quantizer) -> str | None:
         """The rule of the layout that tensors of ``quantizer`` break, or None."""
         return None if quantizer.rowwise else "the layout stores rowwise codes: rowwise=True"
 
     def shapes(self, rows: int, cols: int) -> Shapes:
-        """Shape and dtype of each tensor that a weight [rows, cols] is stored as."""
+        """Shape and readable dtypes, the first of them written, of what stores a [rows, cols]."""
         grid = -(-rows // self.block[0]), -(-cols // self.block[1])
         return {
-            self.codes: ((rows, cols * self.bits // 8), self.code_dtype),
-            self.scale: (grid, self.scale_dtypes[0]),
+            self.codes: ((rows, cols * self.bits // 8), (self.code_dtype,)),
+            self.scale: (grid, self.scale_dtypes),
         }
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that a weight [rows, cols] is stored as, with its own bytes."""
-        (rows, cols), dtype = self.shapes(*weight.shape)[self.scale]
+        (rows, cols), (dtype, *_) = self.shapes(*weight.shape)[self.scale]
         scale = weight.rowwise_scale_inv if self.block[0] == 1 else weight._block_scale_inv
         return {
             self.codes: weight.rowwise_data.view(self.code_dtype),
@@ -90,23 +92,14 @@ class Encoding:
         scales = stored[self.scale][first // self.block[0] : last // self.block[0]]
         return {**stored, self.codes: stored[self.codes][first:last], self.scale: scales}
 
-    def dtypes(self) -> dict[str, tuple[torch.dtype, ...]]:
-        """The dtypes in which the tensors of a weight are read."""
-        return {
-            key: self.scale_dtypes if key == self.scale else (dtype,)
-            for key, (_, dtype) in self.shapes(0, 0).items()
-        }
-
     def is_in(self, names: set[str], dtype_of: Callable[[str], Any]) -> bool:
         """True if a checkpoint has a layer or a stack whose tensors have these names and dtypes."""
-        dtypes = self.dtypes()
-        for ends in filter(None, ({key: f".{key}" for key in dtypes}, self.stacked)):
-            for name in (name for name in names if name.endswith(ends[self.scale])):
-                layer = name.removesuffix(ends[self.scale])
-                if all(
-                    layer + end in names and dtype_of(layer + end) in dtypes[key]
-                    for key, end in ends.items()
-                ):
+        kinds = {key: dtypes for key, (_, dtypes) in self.shapes(0, 0).items()}
+        for ends in filter(None, ({key: f".{key}" for key in kinds}, self.stacked)):
+            mark = ends[self.scale]
+            for layer in (name.removesuffix(mark) for name in names if name.endswith(mark)):
+                stored = {key: layer + end for key, end in ends.items()}
+                if all(x in names and dtype_of(x) in kinds[key] for key, x in stored.items()):
                     return True
         return False
 
@@ -114,8 +107,7 @@ class Encoding:
         self, layer: str, found: Callable[[str], tuple[Sequence[int], Any]], shape: Sequence[int]
     ) -> None:
         """Raise ValueError or TypeError unless :meth:`wrap` takes what is ``found`` by name."""
-        dtypes = self.dtypes()
-        for key, (expected, _) in self.shapes(*flat_shape(tuple(shape))).items():
+        for key, (expected, dtypes) in self.shapes(*flat_shape(tuple(shape))).items():
             name = f"{layer}.{key}"
             actual, kind = found(name)
             is_scalar = actual in ((), (1,)) and expected in ((), (1,))
@@ -125,9 +117,9 @@ class Encoding:
                     f"{self.block[0]}x{self.block[1]}, got {actual}; build the model from the "
                     "checkpoint's config.json; other blocks are not read"
                 )
-            if kind not in dtypes[key]:
+            if kind not in dtypes:
                 raise TypeError(
-                    f"{name!r} must be {' or '.join(map(str, dtypes[key]))}, got {kind}; the "
+                    f"{name!r} must be {' or '.join(map(str, dtypes))}, got {kind}; the "
                     "checkpoint is damaged"
                 )
 
@@ -168,13 +160,9 @@ class Encoding:
         inner |= self._tensor_scales(stored, amax)
         whole = {}
         for name, (size, kind) in quantizer.layout.shapes(*flat_shape(tuple(shape))).items():
-            given = inner.get(name)
-            if given is None or given.shape != size or not given.is_contiguous():
-                whole[name] = torch.zeros(size, dtype=kind, device=codes.device)
-                if given is not None:  # without padding
-                    whole[name][tuple(map(slice, given.shape))] = given
-            else:
-                whole[name] = given
+            given = inner.get(name, codes.new_empty((0,) * len(size), dtype=kind))
+            pads = [(0, n - known) for n, known in zip(size, given.shape, strict=True)]
+            whole[name] = given if given.shape == size else F.pad(given, sum(pads[::-1], ()))
         out = quantizer.tensor_class(tuple(shape), dtype, quantizer, Storage.of(whole))
         if quantizer.layout.is_square:
             build_columnwise([out])
@@ -186,7 +174,7 @@ class Encoding:
     def _scales(self, stored: Tensor) -> Tensor:
         """Block scales as the format has them; raises ValueError for those that cannot be."""
         scale = stored.view(torch.uint8)
-        _check_scales(self.scale, scale < 255, scale)
+        _check_scales(self.scale, scale <= self.largest_scale, stored)
         return scale
 
     def _tensor_scales(self, stored: dict[str, Tensor], amax: Tensor | None) -> dict[str, Tensor]:
@@ -215,11 +203,11 @@ class NVFP4Encoding(Encoding):
 
     quantizer_class = NVFP4Quantizer
     bits, block = 4, (1, nvfp4.BLOCK)
-    code_dtype, scale_dtypes = torch.uint8, (E4M3,)
+    code_dtype, scale_dtypes, largest_scale = torch.uint8, (E4M3,), 0x7E
 
     def shapes(self, rows: int, cols: int) -> Shapes:
         shape = (1,) if self.divides else ()
-        return {**super().shapes(rows, cols), self.tensor_scale: (shape, torch.float32)}
+        return {**super().shapes(rows, cols), self.tensor_scale: (shape, (torch.float32,))}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         shape, _ = self.shapes(0, 0)[self.tensor_scale]
@@ -238,11 +226,6 @@ class NVFP4Encoding(Encoding):
         """Square blocks if the scales allow it."""
         is_square = all(_is_square(scale.view(torch.uint8), nvfp4.BLOCK) for scale in scales)
         return NVFP4Quantizer(two_dimensional=is_square, columnwise=False)
-
-    def _scales(self, stored: Tensor) -> Tensor:
-        scale = stored.view(torch.uint8)
-        _check_scales(self.scale, scale <= 0x7E, stored)
-        return scale
 
     def _tensor_scales(self, stored: dict[str, Tensor], amax: Tensor | None) -> dict[str, Tensor]:
         factor = stored[self.tensor_scale].reshape(1)
@@ -401,10 +384,6 @@ def _describe_fp8(encoding: Encoding, excluded: Names, stacked: Names) -> dict[s
     return {"fmt": "e4m3", "activation_scheme": "dynamic", **blocks}
 
 
-def _describe_mxfp4(encoding: Encoding, excluded: Names, stacked: Names) -> dict[str, Any]:
-    return {"modules_to_not_convert": [*excluded]}
-
-
 _IN_COMPRESSED_TENSORS = (
     NVFP4Encoding(
         "nvfp4-pack-quantized",
@@ -440,7 +419,12 @@ LAYOUTS: dict[str, Layout] = {
         # DeepSeek-V3's, https://huggingface.co/docs/transformers/quantization/finegrained_fp8
         Layout("fp8", (_IN_FP8,), _describe_fp8),
         # gpt-oss', https://huggingface.co/docs/transformers/quantization/mxfp4
-        Layout("mxfp4", (_IN_MXFP4,), _describe_mxfp4, keeps_stacks=True),
+        Layout(
+            "mxfp4",
+            (_IN_MXFP4,),
+            lambda _, excluded, __: {"modules_to_not_convert": [*excluded]},
+            keeps_stacks=True,
+        ),
     )
 }
 

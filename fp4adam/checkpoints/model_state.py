@@ -10,7 +10,6 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,11 @@ UNUSED_SCALES = {"input_scale", "input_global_scale", "activation_scale", "k_sca
 # Each weight of a stack is numbered in so many parts: two could be rows that alternate.
 PARTS = 4
 _BASE = 2**32
+# Of each parameter and buffer of a model the names that a checkpoint stores it under, in the order
+# of its rows [product of leading dimensions, last]; with each the first row and the one behind the
+# last, or None for all of them, in its own shape.
+Rows = tuple[int, int] | None
+Spans = dict[str, list[tuple[str, Rows]]]
 
 
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
@@ -61,8 +65,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
             extra.add(name)
         tensors[name] = value if member is None else member
     found = {id(value) for value in tensors.values()}
-    parameters = {n: value for n, value in own.items() if isinstance(value, nn.Parameter)}
-    lost = [name for name, value in parameters.items() if id(value) not in found]
+    lost = [n for n, x in own.items() if isinstance(x, nn.Parameter) and id(x) not in found]
     if lost and extra:
         raise ValueError(
             f"state_dict() of the model must have its parameter {lost[0]!r}, got {min(extra)!r} "
@@ -85,20 +88,7 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-class Span(NamedTuple):
-    """What a checkpoint stores under one name.
-
-    Attributes:
-        name: The parameter or buffer of the model.
-        rows: The first of its rows [product of leading dimensions, last] and the one behind the
-            last, or None for all of it, in its own shape.
-    """
-
-    name: str
-    rows: tuple[int, int] | None = None
-
-
-def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
+def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> Spans:
     """What a checkpoint of a model holds, by the names on the hub.
 
     Of models without stacked experts, and of stacks that transformers stores as they are, these are
@@ -114,18 +104,11 @@ def spans_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Span]:
         if is_stack(module, key)
     }
     stacks = {n: stack_of[id(value)] for n, value in tensors.items() if id(value) in stack_of}
-    if not stacks:
-        return {name: Span(name) for name in tensors}
-    convert = _conversion_of(model)
+    convert = _conversion_of(model) if stacks else None
     if convert is not None:
         return _trace(convert, tensors, stacks)
-    spans = {}
-    for name, value in tensors.items():
-        if name not in stacks or getattr(stacks[name], "is_transposed", False):
-            spans[name] = Span(name)
-        else:
-            spans |= _by_expert(name, value)
-    return spans
+    cut = {n for n, module in stacks.items() if not getattr(module, "is_transposed", False)}
+    return {n: _by_expert(n, x) if n in cut else [(n, None)] for n, x in tensors.items()}
 
 
 def _conversion_of(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
@@ -138,23 +121,23 @@ def _conversion_of(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, 
     return lambda state: revert_weight_conversion(model, state)
 
 
-def _by_expert(name: str, stack: Tensor) -> dict[str, Span]:
+def _by_expert(name: str, stack: Tensor) -> list[tuple[str, Rows]]:
     experts, rows, _ = stack.shape
     prefix, _, key = name.rpartition(".")
     halves = ("gate_proj", "up_proj") if key == "gate_up_proj" and rows % 2 == 0 else (key,)
     size = rows // len(halves)
-    return {
-        f"{prefix}.{expert}.{half}.weight".removeprefix("."): Span(name, (start, start + size))
+    return [
+        (f"{prefix}.{expert}.{half}.weight".removeprefix("."), (start, start + size))
         for expert in range(experts)
         for half, start in zip(halves, range(expert * rows, (expert + 1) * rows, size), strict=True)
-    }
+    ]
 
 
 def _trace(
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     tensors: dict[str, Tensor],
     stacks: dict[str, nn.Module],
-) -> dict[str, Span]:
+) -> Spans:
     names, numbers = [*tensors], {}
     for i, (name, value) in enumerate(tensors.items()):
         shape = (1,) * value.dim()
@@ -162,7 +145,7 @@ def _trace(
             experts, rows, _ = value.shape
             shape = (experts, PARTS if rows % PARTS == 0 else rows, 1)
         numbers[name] = (torch.arange(math.prod(shape)) + i * _BASE).view(shape)
-    spans, covered = {}, defaultdict(int)
+    spans, covered = defaultdict(list), defaultdict(int)
     for stored, found in convert(dict(numbers)).items():
         start, count = int(found.flatten()[0]), found.numel()
         index, first = divmod(start, _BASE)
@@ -176,20 +159,20 @@ def _trace(
             )
         covered[name] += count
         part = 0 if is_all else tensors[name].shape[1] // numbers[name].shape[1]
-        spans[stored] = Span(name, None if is_all else (first * part, (first + count) * part))
+        spans[name].append((stored, None if is_all else (first * part, (first + count) * part)))
     lost = [name for name in names if covered[name] != numbers[name].numel()]
     if lost:
         raise ValueError(
             f"{lost[0]!r} must be stored once, got none or several in what transformers saves; "
             "train and export a model without it"
         )
-    return spans
+    return {name: sorted(parts, key=lambda part: part[1] or ()) for name, parts in spans.items()}
 
 
-def module_names(spans: dict[str, Span]) -> dict[str, str]:
+def module_names(spans: Spans) -> dict[str, str]:
     """The names in a checkpoint of the modules that have the tensors of a model."""
     modules = {}
-    for stored, (name, rows) in spans.items():
+    for name, [(stored, rows), *_] in spans.items():
         suffix = r"\.[^.]+$" if rows is None else r"\.\d+\.[^.]+\.[^.]+$"
         modules.setdefault(name.rpartition(".")[0], re.sub(suffix, "", stored))
     return modules

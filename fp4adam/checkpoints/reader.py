@@ -7,7 +7,6 @@ opened, and nothing in it is run.
 import contextlib
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fp4adam.checkpoints.folder import (
     safetensors,
 )
 from fp4adam.checkpoints.layouts import Encoding
-from fp4adam.checkpoints.model_state import Span
+from fp4adam.checkpoints.model_state import Spans
 
 
 class CheckpointReader(contextlib.ExitStack):
@@ -123,7 +122,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         raise ValueError(
             f"{INDEX} must have a weight_map, an object of names of files, got "
-            f"{short(weight_map)}; the checkpoint is damaged: copy it again"
+            f"{weight_map!r:.200}; the checkpoint is damaged: copy it again"
         )
     return weight_map
 
@@ -151,81 +150,58 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return parsed
 
 
-def short(value: Any) -> str:
-    """A value for an error message."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 class NamedTensors:
     """The tensors of a checkpoint by the names of a model.
 
-    A stack of experts is read as one matrix, the rows of all experts one after the other. A
-    quantized one is named ``<stack>.<key>``, as if it were a linear layer. Names that the model
-    does not know stay as they are.
+    A stack of experts is read as one matrix, the rows of all experts one after the other. The
+    tensors of a quantized weight are named ``<layer>.<key>``, those of a stack ``<stack>.<key>``.
 
     Args:
         files: The open checkpoint.
         encoding: How it stores quantized weights.
         spans: What a checkpoint of the model holds, as from ``spans_of``; ValueError if one of its
-            stacks lacks a part, or parts of it are quantized and others are not.
+            weights lacks a part, or parts of it are quantized and others are not.
+
+    Attributes:
+        quantized: The names in the model of what is quantized in the checkpoint.
+        plain: Those of what else the checkpoint has of the model.
+        unknown: The names in the checkpoint of all that is neither.
     """
 
-    def __init__(self, files: CheckpointReader, encoding: Encoding, spans: dict[str, Span]) -> None:
+    def __init__(self, files: CheckpointReader, encoding: Encoding, spans: Spans) -> None:
         self._files = files
-        self._amaxes = {
-            span.name.removesuffix(".weight"): files.metadata.get(f"{stored}.amax")
-            for stored, span in spans.items()
-        }
+        self._amaxes: dict[str, str | None] = {}
         self._parts: dict[str, list[str]] = {}
-        present = files.names()
-        self._whole_stacks = self._find_whole_stacks(present, encoding, spans)
-        keys = {*encoding.shapes(0, 0)}
-        layers = {stored.removesuffix(".weight"): span for stored, span in spans.items()}
-        # Of each stack: its tensors, by name and by the first row that each part has.
-        stacks: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
-        for name in sorted(present):  # files list their tensors in no particular order
-            layer, _, key = name.rpartition(".")
-            is_quantized = key in keys and any(f"{layer}.{k}" in present for k in keys - {"weight"})
-            span = layers.get(layer) if is_quantized else spans.get(name)
-            target = name if span is None else span.name
-            if span is not None and is_quantized:
-                target = f"{span.name.removesuffix('.weight')}.{key}"
-            if span is None or span.rows is None:
-                self._parts[target] = [name]
-            else:
-                stacks[span.name][target][span.rows[0]] = name
-        for stack, tensors in stacks.items():
-            rows = {p.rows[0]: name for name, p in spans.items() if p.rows and p.name == stack}
-            for target, found in tensors.items():
-                if missing := sorted(rows.keys() - found.keys()):
-                    raise ValueError(
-                        f"the checkpoint must have all weights of the stack {stack!r} alike, got "
-                        f"{found[min(found)]!r} and none for {rows[missing[0]]!r}; it is damaged, "
-                        "or has experts in high precision, which a stack cannot mix"
-                    )
-                self._parts[target] = [found[row] for row in sorted(found)]
-
-    def _find_whole_stacks(
-        self, present: set[str], encoding: Encoding, spans: dict[str, Span]
-    ) -> set[str]:
-        """Take quantized stacks that are stored as they are out of ``present``."""
-        end, whole = encoding.stacked.get(encoding.scale, ""), set()
-        for name in [name for name in present if end and name.endswith(end)]:
-            stack = name.removesuffix(end)
-            stored = {key: stack + its_end for key, its_end in encoding.stacked.items()}
-            if not present >= {*stored.values()}:
-                continue
-            if all(len(self._files.shape(part)) > 2 for part in stored.values()):
-                present -= {*stored.values()}
-                target = spans[stack].name if stack in spans else stack
-                self._parts |= {f"{target}.{key}": [part] for key, part in stored.items()}
-                whole |= {f"{target}.{key}" for key in stored}
-        return whole
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return {*self._parts}
+        self._whole_stacks: set[str] = set()
+        self.quantized: list[str] = []
+        self.plain: list[str] = []
+        present, keys = files.names(), [*encoding.shapes(0, 0)]
+        for name, spans_of_it in spans.items():
+            layer, stored = name.removesuffix(".weight"), [each for each, _ in spans_of_it]
+            layers = [each.removesuffix(".weight") for each in stored]
+            parts = {f"{layer}.{key}": [f"{each}.{key}" for each in layers] for key in keys}
+            whole = {f"{layer}.{key}": [stored[0] + end] for key, end in encoding.stacked.items()}
+            marks = (f"{each}.{key}" for each in layers for key in keys if key != "weight")
+            names = self.quantized
+            if whole and all(x in present and len(files.shape(x)) > 2 for [x] in whole.values()):
+                parts = whole
+                self._whole_stacks |= whole.keys()
+            elif present.isdisjoint(marks):
+                parts, names = {name: stored}, self.plain
+            wanted = [each for those in parts.values() for each in those]
+            given = [each for each in wanted if each in present]
+            if given and given != wanted:
+                missing = next(each for each in wanted if each not in present)
+                raise ValueError(
+                    f"the checkpoint must have all parts of {name!r} alike, got {given[0]!r} and "
+                    f"no {missing!r}; it is damaged, or has experts in high precision, which a "
+                    "stack cannot mix"
+                )
+            if given:
+                names.append(name)
+                self._parts |= parts
+                self._amaxes[layer] = files.metadata.get(f"{stored[-1]}.amax")
+        self.unknown = present.difference(*self._parts.values())
 
     def amax(self, layer: str, device: torch.device) -> Tensor | None:
         """The amax of a layer in our own headers, more exact than its rounded scale."""
@@ -233,10 +209,6 @@ class NamedTensors:
             return torch.tensor(float.fromhex(self._amaxes.get(layer) or "nan"), device=device)
         except (ValueError, OverflowError):
             return None
-
-    def is_stack(self, name: str) -> bool:
-        """True if a tensor is put together from those of experts."""
-        return len(self._parts[name]) > 1
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
         """Those of a tensor, without reading it; ValueError if those of experts are different."""

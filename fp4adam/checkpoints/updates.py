@@ -60,10 +60,10 @@ class WeightUpdate(NamedTuple):
 
     def pack(self) -> Tensor:
         """The update as one uint8 tensor on the device of the weights, with a CRC-32 of it."""
-        listed = [(*c[:3], -1 if c.positions is None else len(c.positions)) for c in self.changes]
+        each = [(c, [x for x in (c.positions, c.data) if x is not None]) for c in self.changes]
+        listed = [(*c[:3], len(parts) > 1, *(x.nbytes for x in parts)) for c, parts in each]
         header = json.dumps([self.id, self.follows, listed]).encode()
-        found = [c.positions.view(torch.uint8) for c in self.changes if c.positions is not None]
-        tensors = [*found, *(c.data for c in self.changes)]
+        tensors = [x.view(torch.uint8) for _, parts in each for x in parts]
         head = len(header).to_bytes(4, "little") + header
         device = tensors[0].device if tensors else torch.device("cpu")
         parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors]
@@ -82,18 +82,12 @@ class WeightUpdate(NamedTuple):
             )
         begin = 4 + int.from_bytes(_bytes_of(body[:4]), "little")
         number, follows, listed = json.loads(_bytes_of(body[4:begin]))
-        counts = [count for *_, count in listed]
-        sizes = [4 * count for count in counts if count >= 0]
-        for _, dtype, shape, count in listed:
-            nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-            sizes.append(nbytes if count < 0 else count * math.gcd(nbytes, _UNIT))
-        parts = iter(body[begin:].split(sizes))
-        # Copied, and so aligned.
-        positions = [None if n < 0 else next(parts).clone().view(torch.int32) for n in counts]
-        changes = (
-            Change(name, dtype, tuple(shape), where, next(parts))
-            for (name, dtype, shape, _), where in zip(listed, positions, strict=True)
-        )
+        parts = iter(body[begin:].split([n for _, _, _, _, *sizes in listed for n in sizes]))
+        changes = []
+        for name, dtype, shape, has_positions, *_ in listed:
+            # Copied, and so aligned.
+            positions = next(parts).clone().view(torch.int32) if has_positions else None
+            changes.append(Change(name, dtype, tuple(shape), positions, next(parts)))
         return cls(number, follows, tuple(changes))
 
 

@@ -213,42 +213,36 @@ def _quantize_layers(
                     )
         left_alone.update(params.values())
     chosen, misfits = [], {}
-    for weight, users in uses.items():
-        misfit = None if weight in left_alone else _misfit(quantizer, users[0][0], weight)
+    for weight, [(name, *_), *_] in uses.items():
+        misfit = None if weight in left_alone else _misfit(quantizer, name, weight)
         if misfit and not leaves:
             raise ValueError(misfit)
         if misfit:
-            misfits[users[0][0]] = misfit
+            misfits[name] = misfit
         elif weight not in left_alone:
-            chosen.append((weight, users))
-    weights = [weight for weight, _ in chosen]
-    names = [f"{users[0][0]}.{users[0][2]}" for _, users in chosen]
-    groups = resolve_scale_groups(scale_groups, weights, names, [quantizer] * len(chosen))
-    params = [
-        nn.Parameter(
-            quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device),
-            weight.requires_grad,
-        )
-        for weight in weights
-    ]
-    for (weight, users), param in zip(chosen, params, strict=True):
-        check_attributes(users[0][0], weight, param)
-    for param, name in zip(params, names, strict=True):
+            chosen.append(weight)
+    names = [f"{name}.{key}" for [(name, _, key), *_] in (uses[weight] for weight in chosen)]
+    groups = resolve_scale_groups(scale_groups, chosen, names, [quantizer] * len(chosen))
+    params = []
+    for weight, name in zip(chosen, names, strict=True):
+        empty = quantizer.make_empty(tuple(weight.shape), weight.dtype, weight.device)
+        params.append(param := nn.Parameter(empty, weight.requires_grad))
+        check_attributes(uses[weight][0][0], weight, param)
         param.parameter_name = name
     for group in groups:
         form_scale_group([params[i] for i in group], [names[i] for i in group])
     group_of = {i: group[0] for group in groups for i in group}
-    real = [i for i, weight in enumerate(weights) if not weight.is_meta]
-    targets, values = [params[i] for i in real], [weights[i].detach() for i in real]
+    real = [i for i, weight in enumerate(chosen) if not weight.is_meta]
+    targets, values = [params[i] for i in real], [chosen[i].detach() for i in real]
     # Reads attributes of tensor subclasses directly.
     with torch._C.DisableTorchFunctionSubclass():
         scales = [group_of.get(i, i) for i in real]
         cast(targets, values, [x.dtype for x in values], scales=scales)
-        for param, weight in zip(params, weights, strict=True):
+        for param, weight in zip(params, chosen, strict=True):
             if weight.requires_grad:
                 param._high_precision_init_val = weight.detach()
-    uses_of = zip(params, chosen, strict=True)
-    put_in([(module, key, p) for p, (_, users) in uses_of for _, module, key in users])
+    new = zip(chosen, params, strict=True)
+    put_in([(module, key, param) for weight, param in new for _, module, key in uses[weight]])
     return len(chosen) + len(already), misfits
 
 
@@ -326,8 +320,8 @@ def _refuse_plain_parameters(
             )
 
 
-# By open block of quantized_init, the modules that it leaves alone.
-_open_blocks: list[weakref.WeakSet[nn.Module]] = []
+# What blocks of quantized_init with enabled=False have built.
+_left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -350,7 +344,8 @@ def quantized_init(
         filter: As for :func:`quantize_model`; names are relative to the outermost module that the
             block built, or added to.
         scale_groups: As for :func:`quantize_model`, with names as for ``filter``.
-        enabled: False leaves what is built inside alone, also in the blocks around this one.
+        enabled: False leaves what is built inside alone, also in the blocks around this one and in
+            later ones.
 
     Raises:
         ValueError, TypeError: At the end of the block, as :func:`quantize_model`.
@@ -359,7 +354,6 @@ def quantized_init(
     check_filter(filter)
     # Whether each module that still exists is new, in the order of first sight.
     is_new: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-    left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def on_member(module: nn.Module, name: str, member: Any) -> None:
         members = (*module._parameters.values(), *module._modules.values())
@@ -368,24 +362,17 @@ def quantized_init(
             # Copies are built without registering anything, and have their members already.
             is_new.setdefault(member, True)
 
-    handles = (
+    with (
         nn_module.register_module_parameter_registration_hook(on_member),
         nn_module.register_module_module_registration_hook(on_member),
-    )
-    _open_blocks.append(left_alone)
-    try:
+    ):
         yield
-    finally:
-        _open_blocks.pop()
-        for handle in handles:
-            handle.remove()
     seen = dict(is_new)
     new = {part for module in seen if seen[module] for part in module.modules()}
     if quantizer is None:
-        for around in _open_blocks:
-            around.update(new)
+        _left_alone.update(new)
         return
-    new.difference_update(left_alone)
+    new.difference_update(_left_alone)
     children = {child for module in seen for child in module.children()}
     roots = [module for module in seen if module not in children]
     named_modules = [named for root in roots for named in root.named_modules()]

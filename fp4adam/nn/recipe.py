@@ -94,9 +94,8 @@ class Recipe:
                         "ordinary ones; pass activations=True for matmuls of codes"
                     )
             return
-        for wanted, usage in ((self.activations, "rowwise"), (self.gradients, "columnwise")):
-            if wanted and not getattr(weights, usage):
-                name = "activations" if usage == "rowwise" else "gradients"
+        for name, usage in (("activations", "rowwise"), ("gradients", "columnwise")):
+            if getattr(self, name) and not getattr(weights, usage):
                 raise ValueError(
                     f"{name}=True must have {usage} codes of the weights to multiply with, got "
                     f"{weights}; make it with {usage}=True"
@@ -106,14 +105,10 @@ class Recipe:
     def quantizer(self) -> Quantizer:
         """The quantizer of the weights, which also carries the other options of the recipe."""
         weights = resolve_recipe(self.weights, columnwise=self.gradients)
-        is_fake = self.activations == "fake"
-        activations = self.activations is True
-        operands = Operands(
-            activations, self.gradients, self.emulate, is_fake, self.weight_gradients
-        )
-        has_operands = activations or self.gradients
+        codes, is_fake = self.activations is True, self.activations == "fake"
+        operands = Operands(codes, self.gradients, self.emulate, is_fake, self.weight_gradients)
         # The optimizer then writes the scales as the GEMM reads them.
-        swizzled = has_operands and FORMATS[type(weights)].is_swizzled
+        swizzled = (codes or self.gradients) and FORMATS[type(weights)].is_swizzled
         return dataclasses.replace(
             weights, operands=operands, optimize_for_gemm=swizzled or weights.optimize_for_gemm
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
@@ -67,14 +67,14 @@ def check_no_replica(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _attributes(weight: nn.Parameter) -> dict[str, Any]:
+def _attributes(weight: Tensor) -> dict[str, Any]:
     """Attributes that users have set on a parameter, such as ``tensor_model_parallel``."""
     own = vars(weight.detach()) if isinstance(weight, QuantizedTensor) else ()
     return {n: value for n, value in vars(weight).items() if n not in (*own, "_is_param")}
 
 
-def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Give the parameter of each module and name the content of a new one, and keep the object.
+def put_in(weights: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    """Give the tensor of each module and name the content of a new one, and keep the object.
 
     Attributes, hooks and gradients stay. The layers then show the format.
 
@@ -82,7 +82,7 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         RuntimeError: If something else refers to one of them. None has changed then.
     """
     weights = [*weights]
-    pairs = {module._parameters[name]: (name, new) for module, name, new in weights}
+    pairs = {getattr(module, name): (name, new) for module, name, new in weights}
     done = []
     try:
         for old, (name, new) in pairs.items():
@@ -103,7 +103,7 @@ def put_in(weights: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         module.extra_repr = functools.partial(_extra_repr, module)
 
 
-def _swap(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+def _swap(name: str, old: Tensor, new: Tensor) -> None:
     vars(new).update(_attributes(old))
     # The dictionaries themselves, so that the handles of registered hooks still remove them.
     for part in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "grad"):

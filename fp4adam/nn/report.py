@@ -176,17 +176,9 @@ def _of_parameter(
 
 # Bytes of codes per weight that are kept on the host until the next measurement.
 _SAMPLE = 2**20
-# By number: a sum over the elements of a weight, and the sum that it is a share of.
-_SHARES = {
-    "underflow_share": ("underflows", "compared"),
-    "nonfinite_share": ("nonfinite", "compared"),
-    "zero_share": ("zeros", "numel"),
-    "saturated_share": ("saturated", "codes"),
-    "changed_share": ("changed", "sampled"),
-    "exp_avg_zero_share": ("exp_avg_zeros", "moments"),
-    "exp_avg_sq_zero_share": ("exp_avg_sq_zeros", "moments"),
-}
-_SUMS = ("squares", "squared_errors", *dict.fromkeys(s for pair in _SHARES.values() for s in pair))
+# Each is a sum over the elements of a weight in units of another sum; that of errors a root of it.
+_SHARES = ("zero_share", "underflow_share", "nonfinite_share", "saturated_share", "changed_share")
+_NUMBERS = (*_SHARES, "exp_avg_zero_share", "exp_avg_sq_zero_share", "relative_error", "amax")
 
 
 class QuantizationMonitor:
@@ -217,39 +209,38 @@ class QuantizationMonitor:
         "nonfinite_share", "exp_avg_zero_share" and "exp_avg_sq_zero_share". The page "Monitoring"
         says what each means.
 
-        Numbers without a basis are left out, such as ``changed_share`` at the first call. Without a
-        state, errors are those against the high-precision initial value. Of NVFP4 and MXFP8 weights
-        whose directions have scales of their own, the rowwise direction is measured.
+        Numbers without a basis are left out: ``changed_share`` at the first call, say, and the
+        error of a master that is 0. Without a state, errors are those against the high-precision
+        initial value. Of NVFP4 and MXFP8 weights whose directions have scales of their own, the
+        rowwise direction is measured.
         """
-        measured: dict[Any, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+        sums: dict[str, Tensor] = {}
         for name, param in self.model.named_parameters():
             weight = local(param)
             if is_foreign(weight) and not weight.is_meta:
                 weight = BorrowedTensor(weight).tensor
             if isinstance(weight, QuantizedTensor) and not weight.is_meta:
-                found = self._measure(name, weight, param)
-                measured[sharding_groups(param), weight.device].append((name, found))
-        totals: dict[str, dict[str, float]] = {}
-        for (groups, device), weights in measured.items():
-            totals |= _gather(groups, device, weights)
-        numbers = {}
-        for name, sums in totals.items():
-            numbers |= {f"{key}/{name}": value for key, value in _numbers(sums).items()}
-        if totals:
-            whole = {key: math.fsum(sums[key] for sums in totals.values()) for key in _SUMS}
-            whole["amax"] = max(sums["amax"] for sums in totals.values())
-            numbers |= {f"{key}/all": value for key, value in _numbers(whole).items()}
-        return numbers
+                sums[name] = _gather(param, weight.device, self._measure(name, weight, param))
+        if sums:
+            every = torch.stack([*sums.values()])
+            sums["all"] = torch.cat((every.sum(0)[:-1], every[:, -1:].amax(0)))
+        found = {}
+        for name, pairs in sums.items():
+            for key, (number, unit) in zip(_NUMBERS, pairs.tolist(), strict=True):
+                if unit:
+                    is_root = key == "relative_error"
+                    found[f"{key}/{name}"] = (number / unit) ** (0.5 if is_root else 1)
+        return found
 
-    def _measure(self, name: str, weight: QuantizedTensor, param: Tensor) -> dict[str, Any]:
-        """The sums of this rank's part of a weight, as tensors on its device; and its amax."""
+    def _measure(self, name: str, weight: QuantizedTensor, param: Tensor) -> dict[str, tuple]:
+        """By number the sums of this rank's part of a weight and their units."""
         if not weight.numel():
             return {}
         state = {} if self.optimizer is None else self.optimizer.state.get(param, {})
         part = rows.own_blocks(weight)
         decoded = rows.read(part, torch.float32)
-        found = {"numel": decoded.numel(), "zeros": (decoded == 0).sum()}
-        found["amax"] = decoded.abs().amax()
+        found, numel = {"amax": (decoded.abs().amax(), 1)}, decoded.numel()
+        found["zero_share"] = (decoded == 0).sum(), numel
         master = weight._high_precision_init_val
         if "master_param" in state and hasattr(self.optimizer, "get_unscaled_state"):
             # FP4Adam decodes masters that are stored in fewer bits.
@@ -258,11 +249,10 @@ class QuantizationMonitor:
             master = local(state["master_param"])
         if master is not None:
             exact = master.reshape(decoded.shape).to(decoded.device, torch.float32)
-            found["compared"] = decoded.numel()
-            found["squares"] = exact.square().sum(dtype=torch.float64)
-            found["underflows"] = ((decoded == 0) & (exact != 0)).sum()
-            found["nonfinite"] = (~exact.isfinite()).sum()
-            found["squared_errors"] = decoded.sub_(exact).square_().sum(dtype=torch.float64)
+            found["underflow_share"] = ((decoded == 0) & (exact != 0)).sum(), numel
+            found["nonfinite_share"] = (~exact.isfinite()).sum(), numel
+            squares = (x.square().sum(dtype=torch.float64) for x in (decoded.sub_(exact), exact))
+            found["relative_error"] = tuple(squares)
         layout = weight.quantizer.layout
         usage = "rowwise" if weight.quantizer.rowwise else "columnwise"
         codes = getattr(part, f"{usage}_data")
@@ -274,21 +264,21 @@ class QuantizationMonitor:
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
             # E4M3 codes have a sign; those of second moments have none.
             signed = first if first.is_floating_point() else first & 0x7F
-            found |= {"moments": first.numel(), "exp_avg_zeros": (signed == 0).sum()}
-            found["exp_avg_sq_zeros"] = (second == 0).sum()
+            found["exp_avg_zero_share"] = (signed == 0).sum(), first.numel()
+            found["exp_avg_sq_zero_share"] = (second == 0).sum(), second.numel()
         return found
 
-    def _inspect_codes(self, name: str, codes: Tensor, kind: CodeType) -> dict[str, Any]:
+    def _inspect_codes(self, name: str, codes: Tensor, kind: CodeType) -> dict[str, tuple]:
         flat = codes.reshape(-1)
         # An odd stride meets all columns of a matrix.
         stride = 1 if flat.numel() <= _SAMPLE else -(-flat.numel() // _SAMPLE) | 1
         sample = flat[::stride].cpu()
         last, self._samples[name] = self._samples.get(name), sample.clone()
         magnitudes = _codes(flat, kind.bits) & (2 ** (kind.bits - 1) - 1)
-        found = {"codes": magnitudes.numel(), "saturated": (magnitudes == kind.largest).sum()}
+        found = {"saturated_share": ((magnitudes == kind.largest).sum(), magnitudes.numel())}
         if last is not None and last.shape == sample.shape:
             differing = _codes(last ^ sample, kind.bits)
-            found |= {"sampled": differing.numel(), "changed": (differing != 0).sum()}
+            found["changed_share"] = (differing != 0).sum(), differing.numel()
         return found
 
 
@@ -297,27 +287,14 @@ def _codes(data: Tensor, bits: int) -> Tensor:
     return torch.stack((data & 15, data >> 4)) if bits == 4 else data
 
 
-def _gather(
-    groups: tuple, device: torch.device, weights: list[tuple[str, dict[str, Any]]]
-) -> dict[str, dict[str, float]]:
-    """The sums and amaxes of whole weights, as numbers; one read for all of a device."""
-    keys = (*_SUMS, "amax")
-    flat = [torch.as_tensor(x.get(k, 0), device=device).double() for _, x in weights for k in keys]
-    table = torch.stack(flat).view(len(weights), len(keys))
-    for group, kind in groups:
-        table = table.to(kind)
-        amaxes = table[:, -1].clone()
-        dist.all_reduce(table, group=group)
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        table[:, -1] = amaxes
-    found = (dict(zip(keys, row, strict=True)) for row in table.tolist())
-    return dict(zip((name for name, _ in weights), found, strict=True))
-
-
-def _numbers(sums: dict[str, float]) -> dict[str, float]:
-    """The numbers of a weight, without those that have no basis."""
-    found = {key: sums[part] / sums[of] for key, (part, of) in _SHARES.items() if sums[of]}
-    if sums["compared"]:
-        norm = math.sqrt(sums["squares"])
-        found["relative_error"] = math.sqrt(sums["squared_errors"]) / norm if norm else 0.0
-    return found | ({"amax": sums["amax"]} if sums["numel"] else {})
+def _gather(param: Tensor, device: torch.device, found: dict[str, tuple]) -> Tensor:
+    """Pairs of sums and units of a whole weight, in the order of ``_NUMBERS``, on the host."""
+    flat = [x for key in _NUMBERS for x in found.get(key, (0, 0))]
+    pairs = torch.stack([torch.as_tensor(x, device=device).double() for x in flat]).view(-1, 2)
+    for group, kind in sharding_groups(param):
+        pairs = pairs.to(kind)
+        amax = pairs[-1].clone()
+        dist.all_reduce(pairs, group=group)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        pairs[-1] = amax
+    return pairs.cpu()

@@ -12,12 +12,7 @@ from safetensors.torch import load_file
 from test_export import FILE, build, bytes_of, rewrite
 from torch import Tensor, nn
 
-from fp4adam import (
-    FP4Adam,
-    export_checkpoint,
-    export_masters,
-    import_checkpoint,
-)
+from fp4adam import FP4Adam, export_checkpoint, export_masters, import_checkpoint
 from helpers import assert_identical
 
 

@@ -470,7 +470,7 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
 def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
     export_checkpoint(trained(ROWWISE_NVFP4)[0], tmp_path)
     for quantizer, message in (
-        (NVFP4Quantizer(), "layer 'down': weight_scale must be equal for the 16 rows"),
+        (NVFP4Quantizer(), "layer 'up': weight_scale must be equal for the 16 rows"),
         (NVFP4Quantizer(two_dimensional=False), "columnwise=False"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -510,11 +510,14 @@ def export_shards(rank: int, folder: str) -> None:
     assert_identical(gathered_bytes(model), before)
     with torch.device("meta"):
         model = build(None, dtype=torch.float32)
+        model.register_buffer("mask", torch.empty(3), persistent=False)
+    model._init_weights = lambda module: module.mask.fill_(2)
     import_checkpoint(model, f"{folder}/sharded", device="meta")
     fully_shard(model, mesh=all_ranks())
     with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
     import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
+    assert model.mask.sum() == 6
     assert_identical(gathered_bytes(model), before)
     with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
         model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())

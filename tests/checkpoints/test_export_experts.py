@@ -19,7 +19,7 @@ from fp4adam import (
     import_checkpoint,
     quantize_model,
 )
-from fp4adam.checkpoints.model_state import Span, module_names
+from fp4adam.checkpoints.model_state import module_names
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
@@ -133,7 +133,7 @@ def test_masters_of_stacks(recipe, tmp_path):
 
 
 def test_modules_that_checkpoints_name_otherwise():
-    spans = {"a.0.up.weight": Span("moe.up", (0, 4)), "b.weight": Span("layer.weight")}
+    spans = {"moe.up": [("a.0.up.weight", (0, 4))], "layer.weight": [("b.weight", None)]}
     assert module_names(spans) == {"moe": "a", "layer": "b"}
 
 
@@ -185,9 +185,9 @@ def more_experts(stored):
 
 BAD = [
     (other_scale, "one tensor scale to be one stack, got .* for 'experts.0.down_proj.weight_gl"),
-    (without("experts.1.up_proj.weight_scale"), "the stack 'experts.gate_up_proj' alike, .*1.up_p"),
-    (without("experts.2.down"), "got 'experts.0.down_proj.weight_.*' and none for 'experts.2.down"),
-    (in_high_precision, "none for 'experts.2.down_proj.weight'; .* in high precision"),
+    (without("experts.1.up_proj.weight_scale"), "parts of .experts.gate_up_proj. alike, .*1.up_p"),
+    (without("experts.2.down"), "got 'experts.0.down_proj.weight_.*' and no 'experts.2.down"),
+    (in_high_precision, "no 'experts.2.down_proj.weight_packed'; .* in high precision"),
     (other_rows, "one shape and dtype to be stacked, got .* in 'experts.down_proj.weight_packed'"),
     (more_experts, "such as 'experts.11.down_proj"),
 ]  # fmt: skip

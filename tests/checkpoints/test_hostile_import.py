@@ -286,10 +286,10 @@ def test_nothing_is_read_before_shapes_and_dtypes_fit(dtype, folder, monkeypatch
 
 
 CONFIGS = [
-    *((nothing, "quant_method must be one of .* got None") for nothing in ([], {}, None)),
+    *((nothing, "quant_method must be one of .* got None") for nothing in (None, [], {})),
     ({"quant_method": ["fp8"]}, "quant_method must be one of .* got "),
     ({"quant_method": {}}, "quant_method must be one of .* got {}"),
-    ({"quant_method": "x" * 10**6}, r"quant_method must be .*x\.\.\."),
+    ({"quant_method": "x" * 10**6}, "quant_method must be .*x; load"),
 ]
 
 
@@ -297,6 +297,8 @@ def test_configurations_of_odd_types(folder):
     for content, match in CONFIGS:
         (folder / "config.json").write_text(json.dumps({"quantization_config": content}))
         refused(folder, match)
+        # From now on there is one of ModelOpt's, which counts where the other names nothing.
+        (folder / "hf_quant_config.json").write_text('{"quantization": {}}')
 
 
 # Anything

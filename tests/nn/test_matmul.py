@@ -171,7 +171,7 @@ def test_native_matmuls_give_what_the_emulation_gives(weights, dtype, tokens):
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     needed = operand.FORMATS[type(FORMATS[weights])]
     if not needed.is_met_by(capability):
-        pytest.skip(f"needs a GPU of compute capability {needed.capabilities}")
+        pytest.skip(f"needs a GPU of compute capability {needed.capability}")
     results = []
     for emulate in (False, True):
         recipe = Recipe(weights, activations=True, gradients=True, emulate=emulate)
