@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp4adam.distributed.cast_span import Out
+from fp4adam.distributed.cast import Out
 from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
 from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights

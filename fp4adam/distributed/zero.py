@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.distributed.cast import PartialCast
-from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
+from fp4adam.distributed.cast import CastSpan, Out, PartialCast, as_pair
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
