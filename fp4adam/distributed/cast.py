@@ -60,7 +60,7 @@ class CastSpan:
         per_byte, (_, start, stop) = 8 // self.layout.code_type.bits, self.span
         return -(-stop // per_byte) - start // per_byte if stop > start else 0
 
-    def targets(self, out: Out) -> dict[str, encoding.FlatCodes]:
+    def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
         """By direction, the flat memory to write codes to, and the code byte that it starts at."""
         tensors, first_byte = self.weight.inner, self.span.start * self.layout.code_type.bits
         given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
@@ -71,20 +71,37 @@ class CastSpan:
             for usage in self.layout.blocks
         }
 
+    def measure(self, value: Tensor) -> None:
+        """Write the amaxes of all blocks, and raise that of the tensor, if any, by operators."""
+        values = self._around(value)
+        for usage, grid in self.grids.items():
+            blocks = encoding.blocks_of(values, self.layout.blocks[usage])
+            grid.copy_(encoding.block_amaxes(self.layout, blocks, (1, 3)))
+        if self.amax is not None and value.numel():
+            torch.maximum(self.amax, encoding.amax_over(values, (0, 1)), out=self.amax)
+
     def write(self, value: Tensor, out: Out) -> None:
         """Write all scales of the weight, and the codes of the span, by operators."""
-        quantizer, layout, tensors = self.weight.quantizer, self.layout, self.weight.inner
+        quantizer, code, tensors = self.weight.quantizer, self.layout.code_type, self.weight.inner
+        (_, start, stop), values, per_byte = self.span, self._around(value), 8 // code.bits
         if self.amax is not None:
             quantizer.take_amaxes([tensors], [self.amax])
-        factors = {}
-        for usage in layout.blocks:
-            grid = self.grids.get(usage, tensors.amax)
-            scales, factors[usage] = quantizer.encode(grid, tensors.amax, self.dtype)
-            if layout.scale_type is not None:
-                stored = encoding.stored_scales(layout, tensors, usage, self.span.shape)
-                stored.copy_(scales)
-        targets = self.targets(out)
-        encoding.write_codes(quantizer, value, self.span, self.dtype, factors, targets)
+        for usage, (target, first_byte) in self.targets(out).items():
+            given = values, self.grids.get(usage, tensors.amax), tensors, self.dtype
+            codes = encoding.write_scales(quantizer, usage, *given).reshape(-1)[start:stop]
+            at = start - first_byte * per_byte
+            packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
+            if per_byte == 2:  # nibbles beside the span stay
+                nibbles = torch.stack((packed & 0x0F, packed >> 4), -1).flatten()
+                nibbles[at % 2 :][: len(codes)] = codes
+                codes = nibbles
+            packed.copy_(code.pack(codes))
+
+    def _around(self, value: Tensor) -> Tensor:
+        """The matrix with the values of the span, rounded to the dtype; all others are 0."""
+        values = value.new_zeros(self.span.shape, dtype=torch.float32)
+        values.view(-1)[self.span.start : self.span.stop] = value.detach().to(self.dtype).view(-1)
+        return values
 
 
 def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
@@ -134,7 +151,7 @@ class SpanCast:
         if self._uses_kernels:
             return self._launches_for(values, outs).measure()
         for one, value in zip(self.spans, values, strict=True):
-            encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
+            one.measure(value)
 
     def write(self, values: Sequence[Tensor], outs: Sequence[Out] | None = None) -> None:
         weights = [one.weight for one in self.spans]  # later it would overwrite them
