@@ -4,7 +4,6 @@ NVFP4 scales a whole tensor by its amax, and a block that is cut by a shard boun
 on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import product
@@ -119,11 +118,6 @@ class Exchanged(NamedTuple):
     scales: Hashable
 
 
-def _reordered(bits: Tensor) -> Tensor:
-    """The bits of floats as integers of the same order, or the reverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
 class AmaxExchange:
     """Replaces amaxes by their maximum over the ranks of a group, in one all-reduce.
 
@@ -168,14 +162,11 @@ class AmaxExchange:
         own = self._buffer.new_empty(len(self._slots))
         if self._amaxes:
             torch._foreach_copy_(own.split(self._sizes), self._amaxes)
-        self._buffer.fill_(-math.inf)  # in slots that this rank has no part of
-        self._buffer.scatter_reduce_(0, self._slots, own, "amax")
-        # As integers that order as the floats do, with NaN as the largest on every rank.
-        bits = _reordered(self._buffer.view(torch.int32))
-        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group)
-        found = _reordered(bits).view(torch.float32)[self._slots]
+        self._buffer.zero_().scatter_reduce_(0, self._slots, own, "amax")
+        # As integers, which order as these floats do, NaN is the largest on every rank.
+        dist.all_reduce(self._buffer.view(torch.int32), dist.ReduceOp.MAX, self._group)
         if self._amaxes:
-            torch._foreach_copy_(self._amaxes, found.split(self._sizes))
+            torch._foreach_copy_(self._amaxes, self._buffer[self._slots].split(self._sizes))
 
 
 def exchanges(
