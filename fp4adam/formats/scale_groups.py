@@ -107,14 +107,14 @@ def resolve_scale_groups(
     else:
         numbers: dict[str | Tensor, int] = {param: i for i, param in enumerate(params)}
         numbers.update((name, i) for i, name in enumerate(names or ()))
-        groups = []
+        groups, seen = [], set()
         for group in lists_of_members(scale_groups):
             for member in group:
                 if isinstance(member, str):
                     _check_named(names, repr(member))
-                _check_member(member, numbers, quantizers)
+                _check_member(member, numbers, quantizers, seen)
+                seen.add(numbers[member])
             groups.append([numbers[member] for member in group])
-        _check_disjoint(groups, [repr(name) for name in names] if names else None)
     return [group for group in groups if len(group) > 1]
 
 
@@ -143,7 +143,10 @@ def _check_named(names: Sequence[str] | None, what: str) -> None:
 
 
 def _check_member(
-    member: str | Tensor, numbers: dict[str | Tensor, int], quantizers: Sequence[Quantizer | None]
+    member: str | Tensor,
+    numbers: dict[str | Tensor, int],
+    quantizers: Sequence[Quantizer | None],
+    seen: set[int],
 ) -> None:
     if not isinstance(member, str | Tensor):
         raise TypeError(
@@ -163,17 +166,8 @@ def _check_member(
             f"members of a scale group must be NVFP4 or Float8 weights, got {what}, {kind}: there "
             "is no scale of the whole tensor to share; leave it out"
         )
-
-
-def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
-    seen: set[int] = set()
-    for i in (i for group in groups for i in group):
-        if i in seen:
-            what = names[i] if names else f"parameter {i}"
-            raise ValueError(
-                f"a weight must be in one scale group, got {what} twice; join the groups"
-            )
-        seen.add(i)
+    if numbers[member] in seen:
+        raise ValueError(f"a weight must be in one scale group, got {what} twice; join the groups")
 
 
 def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:
