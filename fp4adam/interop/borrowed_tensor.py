@@ -207,8 +207,6 @@ class BorrowedTensor:
         value = getattr(self.source, "get_high_precision_init_val", lambda: None)()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value.detach()):
-            value = self.adapter.dequantize(self.source)
-        if value is None:
             return self.tensor.dequantize(torch.float32)
         return value.detach().to(self.tensor.device, torch.float32, copy=True).contiguous()
 
