@@ -107,9 +107,8 @@ def _tiles(
             lists = regions.setdefault(_Key(one.weight.quantizer, value.dtype, one.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
-    tile = {key: _tile(key.quantizer.layout) for key in regions}
     return [
-        (key, [tile_lists.tile_list(part, tile[key], device) for part in lists])
+        (key, [tile_lists.tile_list(part, _tile(key.quantizer.layout), device) for part in lists])
         for key, lists in regions.items()
     ]
 

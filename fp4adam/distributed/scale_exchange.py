@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam.distributed.dtensor import is_dtensor, sharded_dims
+from fp4adam.distributed.dtensor import sharded_dims
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec
 
@@ -64,13 +64,9 @@ class ShardInfo(NamedTuple):
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
                 ``fully_shard`` along one dimension, tensor parallelism along one, or both.
         """
-        if not is_dtensor(param):
-            return ()
-        own = param._local_tensor if own is None else own
-        if not isinstance(own, QuantizedTensor):
-            return ()
         sharded = sharded_dims(param)
-        if not sharded:
+        own = param._local_tensor if sharded and own is None else own
+        if not (sharded and isinstance(own, QuantizedTensor)):
             return ()
         from torch.distributed.tensor import Shard
 

@@ -285,9 +285,8 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
 
     Raises:
         ValueError: If an argument is not as above.
-        RuntimeError: If the tensor has no rowwise codes.
-        NotImplementedError: For MXFP8 in both directions, whose columnwise codes do not follow from
-            the rowwise ones that such a buffer gathers.
+        NotImplementedError: If the tensor has no rowwise codes, or columnwise ones, as MXFP8 in
+            both directions, that do not follow from those that such a buffer gathers.
     """
     (own,), _ = _quantized([tensor])
     if not isinstance(own, QuantizedTensor):
@@ -296,15 +295,11 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
             "plain one"
         )
     quantizer = own.quantizer
-    if not quantizer.rowwise:
-        raise RuntimeError(
-            "tensor must have rowwise codes to be moved, got one with rowwise=False; make it with "
-            f"{type(quantizer).__name__}(rowwise=True)"
-        )
-    if quantizer.columnwise and not quantizer.layout.is_square:
+    if not quantizer.rowwise or quantizer.columnwise and not quantizer.layout.is_square:
         raise NotImplementedError(
-            f"a {type(tensor).__name__} must have square blocks or rowwise codes alone to be moved "
-            f"to a buffer, got {quantizer}; keep it in memory of its own, and gather its values"
+            f"a {type(tensor).__name__} must have rowwise codes, alone or of square blocks, to be "
+            f"moved to a buffer, got {quantizer}; keep it in memory of its own, and gather its "
+            "values"
         )
     name = "_rowwise_data" if hasattr(tensor, "_rowwise_data") else "_data"
     old, cure = getattr(tensor, name), "slice as many bytes out of the buffer"

@@ -156,8 +156,3 @@ def adapter_of(tensor: Tensor) -> TensorAdapter:
         "codes and scales are, with fp4adam.register_adapter, or optimize a parameter in high "
         "precision"
     )
-
-
-def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | bool | None]:
-    """What holds the codes and scales of a tensor of another package."""
-    return [getattr(tensor, name) for name in adapter.attributes]
