@@ -13,9 +13,9 @@ from fp4adam.distributed.zero import cast_master_weights_to_nvfp4 as cast_master
 from fp4adam.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fp4adam.fp8_utils import HAVE_TE as HAVE_TE
 from fp4adam.fp8_utils import (
-    before_all_gather,
     dequantize_fp8_tensor,
     layer_context,
+    quantize_param_shard,
     replace_raw_data,
 )
 from fp4adam.interop.transformer_engine import is_te_tensor
@@ -23,8 +23,7 @@ from fp4adam.interop.transformer_engine import is_te_tensor
 HAVE_TE_FP4_TENSOR_CLASS = True
 FP4_TENSOR_CLASS = NVFP4Tensor
 modify_nvfp4_rowwise_storage = modify_grouped_nvfp4_rowwise_storage = replace_raw_data
-dequantize_fp4_tensor = dequantize_fp8_tensor
-quantize_nvfp4_param_shard = before_all_gather(cast_master_weights_to_nvfp4)
+dequantize_fp4_tensor, quantize_nvfp4_param_shard = dequantize_fp8_tensor, quantize_param_shard
 
 
 def is_nvfp4tensor(tensor: Any) -> bool:
@@ -71,5 +70,4 @@ def get_fp4_context(
     config: Any, layer_no: int = -1, is_init: bool = False
 ) -> contextlib.AbstractContextManager:
     """:func:`fp4adam.fp8_utils.get_fp8_context` for ``fp4``, ``fp4_param`` and ``fp4_recipe``."""
-    is_wanted = config.fp4_param if is_init else config.fp4
-    return layer_context(is_wanted, config, layer_no, is_init, get_fp4_recipe)
+    return layer_context(is_init and config.fp4_param, config, layer_no, get_fp4_recipe)

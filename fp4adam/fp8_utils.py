@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp4adam.distributed.cast_span import Out
+from fp4adam.distributed.cast import Out
 from fp4adam.distributed.zero import cast_master_weights_to_fp8 as cast_master_weights_to_fp8
 from fp4adam.distributed.zero import post_all_gather_processing as post_all_gather_processing
 from fp4adam.distributed.zero import quantize_master_weights as quantize_master_weights
@@ -80,23 +80,16 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
 modify_underlying_storage = replace_raw_data
 
 
-def before_all_gather(quantize: Callable[..., None]) -> Callable[..., None]:
-    """``quantize`` with Megatron's arguments, before an all-gather of the caller's own."""
-
-    def quantize_shard(
-        model_params: Sequence[Tensor],
-        main_params: Sequence[Tensor | None],
-        start_offsets: Sequence[int | None],
-        data_parallel_group: dist.ProcessGroup | None,
-        fsdp_shard_model_params: Sequence[Out] | None = None,
-    ) -> None:
-        arguments = model_params, main_params, start_offsets, data_parallel_group
-        quantize(*arguments, fsdp_shard_model_params, manual_post_all_gather_processing=True)
-
-    return quantize_shard
-
-
-quantize_param_shard = before_all_gather(quantize_master_weights)
+def quantize_param_shard(
+    model_params: Sequence[Tensor],
+    main_params: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: dist.ProcessGroup | None,
+    fsdp_shard_model_params: Sequence[Out] | None = None,
+) -> None:
+    """:func:`quantize_master_weights` before an all-gather of the caller's own."""
+    arguments = model_params, main_params, start_offsets, data_parallel_group
+    quantize_master_weights(*arguments, fsdp_shard_model_params, True)
 
 
 def correct_amax_history_if_needed(model: Iterable[nn.Module]) -> None:
@@ -146,18 +139,16 @@ def get_fp8_context(
     does nothing. ``config`` has ``fp8``, ``fp8_param``, and the entries that
     :func:`is_first_last_bf16_layer` and :func:`get_fp8_recipe` read.
     """
-    is_wanted = config.fp8_param if is_init else config.fp8
-    return layer_context(is_wanted, config, layer_no, is_init, get_fp8_recipe)
+    return layer_context(is_init and config.fp8_param, config, layer_no, get_fp8_recipe)
 
 
 def layer_context(
-    is_wanted: Any, config: Any, layer_no: int, is_init: bool, recipe: Callable[[Any], Quantizer]
+    is_quantized: Any, config: Any, layer_no: int, recipe: Callable[[Any], Quantizer]
 ) -> contextlib.AbstractContextManager:
     """The context of a layer: that of ``recipe(config)`` if it is built with quantized weights."""
-    if not is_wanted or is_first_last_bf16_layer(config, layer_no):
+    if not is_quantized or is_first_last_bf16_layer(config, layer_no):
         return contextlib.nullcontext()
-    quantizer = recipe(config)
-    return quantized_init(quantizer) if is_init else contextlib.nullcontext()
+    return quantized_init(recipe(config))
 
 
 def get_fp8_disabled_context(

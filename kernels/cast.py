@@ -60,10 +60,11 @@ def _amax_kernel(x_ptr, amax_ptr, numel, N: tl.constexpr):
 
 
 @on_its_device
-def measure(x: Tensor, amax: Tensor) -> None:
-    """Overwrite ``amax``, float32 [1], with the largest magnitude of ``x``, contiguous."""
-    amax.zero_()
+def measure(x: Tensor) -> Tensor:
+    """The largest magnitude of ``x``, contiguous, float32 [1]."""
+    amax = x.new_zeros(1, dtype=torch.float32)
     _amax_kernel[(triton.cdiv(x.numel(), AMAX_TILE),)](x, amax, x.numel(), N=AMAX_TILE)
+    return amax
 
 
 @triton.jit
@@ -147,10 +148,8 @@ def fake_quantize(x: Tensor, layout: Any) -> Tensor:
 
     ``x``: a contiguous matrix; blocks at the end of rows are filled up with zeros.
     """
-    out, amax = torch.empty_like(x), None
-    if layout.tensor_scale is not None:
-        amax = x.new_empty(1, dtype=torch.float32)
-        measure(x, amax)
+    out = torch.empty_like(x)
+    amax = None if layout.tensor_scale is None else measure(x)
     F, epsilon = _format(layout, x.dtype), layout.scale_rule.amax_epsilon
     _launch_quantize(x, (None,) * 4, amax, out, F, epsilon, (16, 128), True)
     return out

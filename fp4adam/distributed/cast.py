@@ -5,6 +5,7 @@ other ranks, which the ranks exchange after measuring.
 """
 
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import compress
@@ -13,16 +14,99 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors import backend, encoding, rows
 from fp4adam.tensors.blocks import Span, flat_shape, round_up
+from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, mark_written
+from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import build_gemm_scales
 from fp4adam.tensors.transpose import build_columnwise
 
 if TYPE_CHECKING:
     from fp4adam.distributed.cast_launch import CastLaunches
+
+
+# Memory for codes outside of the weight: one direction, or (rowwise, columnwise).
+Out = Tensor | tuple[Tensor | None, Tensor | None] | None
+
+
+@dataclasses.dataclass
+class CastSpan:
+    """A span of the matrix of a weight, and its amaxes.
+
+    Attributes:
+        weight: The weight.
+        span: The span.
+        dtype: The dtype that values are rounded to first.
+        amax: float32 [1], or None for formats that store none.
+        grids: float32 block amaxes by direction, of formats whose blocks have scales.
+    """
+
+    weight: QuantizedTensor
+    span: Span
+    dtype: torch.dtype
+    amax: Tensor | None = None
+    grids: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the weight."""
+        return self.weight.quantizer.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that hold codes of the span, in one direction."""
+        per_byte, (_, start, stop) = 8 // self.layout.code_type.bits, self.span
+        return -(-stop // per_byte) - start // per_byte if stop > start else 0
+
+    def targets(self, out: Out) -> dict[str, tuple[Tensor, int]]:
+        """By direction, the flat memory to write codes to, and the code byte that it starts at."""
+        tensors, first_byte = self.weight.inner, self.span.start * self.layout.code_type.bits
+        given = dict(zip(("rowwise", "columnwise"), as_pair(out), strict=True))
+        return {
+            usage: (getattr(tensors, f"{usage}_data").view(-1), 0)
+            if given[usage] is None
+            else (given[usage].view(-1), first_byte // 8)
+            for usage in self.layout.blocks
+        }
+
+    def measure(self, value: Tensor) -> None:
+        """Write the amaxes of all blocks, and raise that of the tensor, if any, by operators."""
+        values = self._around(value)
+        for usage, grid in self.grids.items():
+            blocks = encoding.blocks_of(values, self.layout.blocks[usage])
+            grid.copy_(encoding.block_amaxes(self.layout, blocks, (1, 3)))
+        if self.amax is not None and value.numel():
+            torch.maximum(self.amax, encoding.amax_over(values, (0, 1)), out=self.amax)
+
+    def write(self, value: Tensor, out: Out) -> None:
+        """Write all scales of the weight, and the codes of the span, by operators."""
+        quantizer, code, tensors = self.weight.quantizer, self.layout.code_type, self.weight.inner
+        (_, start, stop), values, per_byte = self.span, self._around(value), 8 // code.bits
+        if self.amax is not None:
+            quantizer.take_amaxes([tensors], [self.amax])
+        for usage, (target, first_byte) in self.targets(out).items():
+            given = values, self.grids.get(usage, tensors.amax), tensors, self.dtype
+            codes = encoding.write_scales(quantizer, usage, *given).reshape(-1)[start:stop]
+            at = start - first_byte * per_byte
+            packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
+            if per_byte == 2:  # nibbles beside the span stay
+                nibbles = torch.stack((packed & 0x0F, packed >> 4), -1).flatten()
+                nibbles[at % 2 :][: len(codes)] = codes
+                codes = nibbles
+            packed.copy_(code.pack(codes))
+
+    def _around(self, value: Tensor) -> Tensor:
+        """The matrix with the values of the span, rounded to the dtype; all others are 0."""
+        values = value.new_zeros(self.span.shape, dtype=torch.float32)
+        values.view(-1)[self.span.start : self.span.stop] = value.detach().to(self.dtype).view(-1)
+        return values
+
+
+def as_pair(out: Out) -> tuple[Tensor | None, Tensor | None]:
+    """The memory for rowwise and for columnwise codes."""
+    return tuple(out) if isinstance(out, tuple | list) else (out, None)
 
 
 class SpanCast:
@@ -67,7 +151,7 @@ class SpanCast:
         if self._uses_kernels:
             return self._launches_for(values, outs).measure()
         for one, value in zip(self.spans, values, strict=True):
-            encoding.measure_blocks(one.layout, value, one.span, one.dtype, one.grids, one.amax)
+            one.measure(value)
 
     def write(self, values: Sequence[Tensor], outs: Sequence[Out] | None = None) -> None:
         weights = [one.weight for one in self.spans]  # later it would overwrite them
@@ -189,7 +273,9 @@ def cast(
         rounded = [values[i].to(dtypes[i]) for i in members]
         amax = None
         if len(members) > 1 and tensors[members[0]].quantizer.layout.tensor_scale is not None:
-            found = [_measured(tensors[i], x) for i, x in zip(members, rounded, strict=True)]
+            matrices = [x.reshape(flat_shape(tuple(x.shape))).contiguous() for x in rounded]
+            quantizers = [tensors[i].quantizer for i in members]
+            found = [*map(Quantizer.measure, quantizers, matrices)]
             amax = torch.cat([each.to(found[0].device) for each in found]).amax(0, keepdim=True)
         for i, value in zip(members, rounded, strict=True):
             tensors[i]._write(value, amax=amax, by_step=True)
@@ -204,10 +290,3 @@ def cast(
         for exchange in exchanges(exchanged):
             exchange()
         one.write(given)
-
-
-def _measured(tensor: QuantizedTensor, value: Tensor) -> Tensor:
-    amax = torch.zeros(1, dtype=torch.float32, device=value.device)
-    if value.numel():
-        tensor.quantizer.measure(value.reshape(flat_shape(tuple(value.shape))).contiguous(), amax)
-    return amax

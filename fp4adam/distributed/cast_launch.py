@@ -1,14 +1,15 @@
 """The kernel launches of a cast: kernels, tables and tiles of spans."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.cast_span import CastSpan, Out
 from fp4adam.kernels import cast
 from fp4adam.kernels.launch import tile_lists
 from fp4adam.kernels.launch.launch import launch_all
@@ -17,6 +18,9 @@ from fp4adam.kernels.launch.tile_lists import Region
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.swizzle import gemm_scale_launches
+
+if TYPE_CHECKING:
+    from fp4adam.distributed.cast import CastSpan, Out
 
 ALIGNMENT = 16  # in bytes, of everything that an unmasked tile reads and writes
 
@@ -103,9 +107,8 @@ def _tiles(
             lists = regions.setdefault(_Key(one.weight.quantizer, value.dtype, one.dtype), ([], []))
             for listed, found in zip(lists, _regions(i, one, fields[i]), strict=True):
                 listed.extend(found)
-    tile = {key: _tile(key.quantizer.layout) for key in regions}
     return [
-        (key, [tile_lists.tile_list(part, tile[key], device) for part in lists])
+        (key, [tile_lists.tile_list(part, _tile(key.quantizer.layout), device) for part in lists])
         for key, lists in regions.items()
     ]
 

@@ -39,7 +39,7 @@ class _Slot:
 
     def __init__(self, tensor: Tensor, sends: bool) -> None:
         self.tensor, self.sends, self.parts = tensor, sends, [tensor]
-        self._received: QuantizedTensor | None = None
+        self._received = self._init_val = None
 
     def state(self) -> int:
         """What the sender announces."""
@@ -85,9 +85,7 @@ def _agree(group: dist.ProcessGroup, slots: Sequence[_Slot]) -> None:
     """
     local_info = [(slot.state(), look := _format_hash(slot.tensor), -look) for slot in slots]
     table = torch.tensor(local_info, dtype=torch.int64, device=slots[0].tensor.device)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    group.allreduce([table], options).wait()
+    dist.all_reduce(table, dist.ReduceOp.MAX, group)
     found = table.tolist()
     for slot, (state, most, least) in zip(slots, found, strict=True):
         if most != -least:
@@ -150,13 +148,6 @@ def _allgather_(
     (own,), (received,) = inputs, outs
     if not any(isinstance(out, QuantizedTensor) for out in received):
         return outs, _run_collective(func, outs, _values(inputs), group, *args)
-    for out in received:
-        if not isinstance(out, QuantizedTensor) or _format_hash(out) != _format_hash(own):
-            raise TypeError(
-                "the output list of an all-gather must have tensors like the input, of type "
-                f"{type(own).__name__} and shape {tuple(own.shape)}, got a {type(out).__name__} of "
-                f"shape {tuple(out.shape)}; fill it with torch.empty_like(tensor), or gather values"
-            )
     process_group = dist.ProcessGroup.unbox(group)
     rank = process_group.rank()
     slots = [_Slot(out, False) for out in received]
@@ -164,10 +155,9 @@ def _allgather_(
     _agree(process_group, slots)
     for root, slot in enumerate(slots):
         work = _send(group, slot, root)
-    mine = _Slot(received[rank], False)
-    mine.prepare(None if slots[rank]._init_val is None else slots[rank]._init_val.dtype)
-    torch._foreach_copy_(mine.parts, slots[rank].parts)
-    mine.take()
+    received[rank].copy_(own)
+    if isinstance(received[rank], QuantizedTensor):
+        received[rank]._high_precision_init_val = slots[rank]._init_val
     return outs, work
 
 

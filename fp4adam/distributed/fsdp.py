@@ -43,16 +43,14 @@ class Gathering:
     Attributes:
         storage: The shard's inner tensors that this was made for.
         inputs: Views of them, of the same sizes on every rank.
-        names: The names of the inputs.
         known: The names of inner tensors of the whole weight that the shard has already.
-        stacks: Where the entries of all shards are in the outputs, by name, if they are decoded.
+        stacks: Where the entries of all shards are in the outputs, by name.
         decoded: The first gathered output, the decoded values, and a function that decodes once
             more, or None. FSDP2 frees and reallocates the memory of outputs and values.
     """
 
     storage: Storage
     inputs: tuple[Tensor, ...]
-    names: tuple[str, ...]
     known: tuple[str, ...]
     stacks: "dict[str, _Stack]"
     decoded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
@@ -80,30 +78,20 @@ _gatherings: WeakKeyDictionary[SharedStorage, Gathering] = WeakKeyDictionary()
 _refills: WeakKeyDictionary[SharedStorage, tuple[Callable[[], object], ...]] = WeakKeyDictionary()
 
 
-def _settled(shard: QuantizedTensor, mesh: DeviceMesh) -> SharedStorage:
-    shared = shard._shared
-    spec = shared.global_spec
-    if shared.unsettled and spec is not None:
-        shares = spec.shares_scales
-        settle_shard(shard, (ShardInfo.in_mesh(mesh), *parallel_infos(shard)) if shares else ())
-    return shared
-
-
 def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -> QuantizedTensor:
-    """Gather the whole weight as a quantized tensor, whatever matmuls read; a collective call."""
-    _settled(shard, mesh)
+    """The whole weight of a settled shard, quantized, whatever matmuls read; a collective call."""
     place, outputs = ShardInfo.in_mesh(mesh), {}
     n_shards = _number_of_shards(_global_spec(shard), mesh)
     inputs, names = _entries_to_gather(shard, mesh, codes=True)
     for name, inner in inputs.items():
         own = inner.to(place.device).contiguous()
-        outputs[name] = own.new_empty(n_shards * len(own), *own.shape[1:])
+        outputs[name] = own.new_empty(n_shards, *own.shape)
         if n_shards > 1:
-            dist.all_gather([*outputs[name].chunk(n_shards)], own, place.group)
+            dist.all_gather([*outputs[name]], own, place.group)
         else:
             outputs[name].copy_(own)
     known = {name: getattr(shard.inner, name).to(place.device) for name in names}
-    return _whole_codes(shard, outputs, known, dtype, None)[0]
+    return _whole_codes(shard, outputs, known, dtype)[0]
 
 
 class _PreAllGather:
@@ -120,10 +108,14 @@ class _PreAllGather:
         self._shard = shard
 
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathering]:
-        shared = _settled(self._shard, mesh)
+        shard, shared = self._shard, self._shard._shared
+        if shared.unsettled:
+            shares = _global_spec(shard).shares_scales
+            infos = (ShardInfo.in_mesh(mesh), *parallel_infos(shard)) if shares else ()
+            settle_shard(shard, infos)
         gathering = _gatherings.get(shared)
         if gathering is None or gathering.storage is not shared.tensors:
-            gathering = _gatherings[shared] = _make_gathering(self._shard, mesh)
+            gathering = _gatherings[shared] = _make_gathering(shard, mesh)
         return gathering.inputs, gathering
 
 
@@ -136,13 +128,12 @@ def _make_gathering(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     # its own. A rank without rows sends its amax, too.
     if not (codes or spec.is_cut or "amax" in inputs):
         return _pack(shard, n_shards, inputs, known)
-    if not codes:
-        for i, (name, entries) in enumerate(inputs.items()):
-            # The first rank always has rows, so its amax counts.
-            shape = (1,) if name == "amax" else (n_shards, *entries.shape)
-            strides = torch.empty(shape, device="meta").stride()
-            stacks[name] = _Stack(i, entries.dtype, shape, strides)
-    return Gathering(shard.inner, tuple(inputs.values()), tuple(inputs), known, stacks)
+    for i, (name, entries) in enumerate(inputs.items()):
+        # The first rank always has rows, so its amax counts.
+        shape = (1,) if name == "amax" else (n_shards, *entries.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        stacks[name] = _Stack(i, entries.dtype, shape, strides)
+    return Gathering(shard.inner, tuple(inputs.values()), known, stacks)
 
 
 def _number_of_shards(spec: GlobalSpec, mesh: DeviceMesh) -> int:
@@ -217,7 +208,7 @@ def _pack(
             strides = gathered // dtype.itemsize, *part.stride()
             stacks[name] = _Stack(0, dtype, shape, strides, start // dtype.itemsize)
         shard.inner = storage = Storage.of(inner)
-    return Gathering(storage, (buffer[:gathered],), ("packed",), known, stacks)
+    return Gathering(storage, (buffer[:gathered],), known, stacks)
 
 
 def _global_spec(shard: QuantizedTensor) -> GlobalSpec:
@@ -253,18 +244,15 @@ def post_all_gather(
             return None
     spec = _global_spec(shard)
     # On one rank, and for replicate(), FSDP2 copies and passes only the first input.
-    n = len(all_gather_outputs)
-    if spec.quantizer.multiplies_codes:
-        known = _known(shard, metadata, (*metadata.known, *metadata.names[n:]))
-        outputs = dict(zip(metadata.names, all_gather_outputs, strict=False))
-        return _whole_codes(shard, outputs, known, param_dtype, local(out))
-    stacks = {
-        name: stack.of(all_gather_outputs)
-        for name, stack in metadata.stacks.items()
-        if stack.output < n
-    }
-    missing = tuple(metadata.stacks.keys() - stacks.keys())
-    codes = Storage(**stacks, **_known(shard, metadata, (*metadata.known, *missing)))
+    n, codes = len(all_gather_outputs), spec.quantizer.multiplies_codes
+    missing = [name for name, stack in metadata.stacks.items() if stack.output >= n]
+    known = _known(shard, metadata, (*metadata.known, *missing))
+    if codes and out is not None:
+        return _fill_in_again(local(out), known)
+    given = ((name, stack) for name, stack in metadata.stacks.items() if stack.output < n)
+    stacks = {name: stack.of(all_gather_outputs) for name, stack in given}
+    if codes:
+        return _whole_codes(shard, stacks, known, param_dtype)
     shape = flat_shape(spec.shape)
     if out is None:
         with torch.inference_mode(False):  # the tensor is reused, maybe for training
@@ -274,7 +262,7 @@ def post_all_gather(
         values = local(out).data.view(shape)
     # .data has its own version: autograd must not see a rewrite of what the forward pass saved.
     rewritten = values.data
-    decode = spec.quantizer.decoder(codes, rewritten)
+    decode = spec.quantizer.decoder(Storage(**stacks, **known), rewritten)
     decode()
     metadata.decoded = all_gather_outputs[0], rewritten, decode
     _free(all_gather_outputs)
@@ -288,19 +276,15 @@ def _free(outputs: tuple[Tensor, ...]) -> None:
 
 def _whole_codes(
     shard: QuantizedTensor,
-    outputs: dict[str, Tensor],
+    stacks: dict[str, Tensor],
     known: dict[str, Tensor],
     dtype: torch.dtype,
-    out: QuantizedTensor | None,
-) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
     """The whole weight as a quantized tensor, with swizzled scales; other derived parts follow."""
-    if out is not None:
-        _fill_in_again(out, known)
-        return None
     spec = _global_spec(shard)
-    parts = {name: _assemble(name, inner, spec) for name, inner in outputs.items()}
-    tensors = Storage(**{name: part.tensor for name, part in parts.items()}, **known)
-    filled = [part.tensor for part in parts.values() if part.refill is not None]
+    parts = {name: _assemble(name, stack, spec) for name, stack in stacks.items()}
+    tensors = Storage(**{name: part for name, (part, _) in parts.items()}, **known)
+    filled = [part for part, refill in parts.values() if refill is not None]
     tensor = type(shard)(spec.shape, dtype, spec.quantizer, tensors)
     if spec.quantizer.optimize_for_gemm:
         kept = spec.quantizer.layout.kept
@@ -310,7 +294,7 @@ def _whole_codes(
     tensor._shared.is_gathered = True
     if spec.is_parallel:
         tensor.global_spec = dataclasses.replace(spec, chunk=spec.shape[0])
-    _refills[tensor._shared] = tuple(part.refill for part in parts.values() if part.refill)
+    _refills[tensor._shared] = tuple(refill for _, refill in parts.values() if refill)
     return tensor, tuple(filled)
 
 
@@ -336,25 +320,19 @@ def _fill_in_again(out: QuantizedTensor, known: dict[str, Tensor]) -> None:
             build_gemm_scales([out])
 
 
-class _Part(NamedTuple):
-    """An inner tensor of the whole weight, and the function that refills it unless it is a view."""
-
-    tensor: Tensor
-    refill: Callable[[], object] | None = None
-
-
-def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
-    """An inner tensor of the whole weight, with padding, from the gathered shards in order."""
+def _assemble(name: str, stack: Tensor, spec: GlobalSpec) -> tuple[Tensor, Callable | None]:
+    """An inner tensor of the whole weight, padded, and what refills it, unless it is a view."""
     if name == "amax":
-        return _Part(inner[:1])  # the first rank always has rows
+        return stack.view(-1)[:1], None  # the first rank always has rows
+    inner = stack.flatten(0, 1)
     rows = spec.quantizer.layout.rows_per_entry[name]
     entries = -(-spec.rows // rows)
     shape, _ = spec.quantizer.layout.shapes(*flat_shape(spec.shape))[name]
     is_cut = rows > 1 and spec.is_cut
     if shape[0] == entries and not is_cut:
-        return _Part(inner[:entries])
+        return inner[:entries], None
     padded = inner.new_zeros(shape[0], *inner.shape[1:])
-    part = spec.chunk_rows, _entries(spec, rows)
+    part = spec.chunk_rows, stack.shape[1]
     order = blocks_of_parts(spec.rows, rows, *part, inner.device) if is_cut else slice(entries)
 
     def refill() -> None:
@@ -362,7 +340,7 @@ def _assemble(name: str, inner: Tensor, spec: GlobalSpec) -> _Part:
         padded[entries:] = 0  # FSDP2 reallocates this memory without clearing it
 
     refill()
-    return _Part(padded, refill)
+    return padded, refill
 
 
 def _entries(spec: GlobalSpec, rows: int) -> int:

@@ -4,7 +4,6 @@ NVFP4 scales a whole tensor by its amax, and a block that is cut by a shard boun
 on both sides. The maximum of the ranks' local amaxes is the amax of the whole tensor.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import product
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam.distributed.dtensor import is_dtensor, sharded_dims
+from fp4adam.distributed.dtensor import sharded_dims
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec
 
@@ -65,13 +64,9 @@ class ShardInfo(NamedTuple):
             NotImplementedError: If it is a quantized tensor that is sharded in another way than by
                 ``fully_shard`` along one dimension, tensor parallelism along one, or both.
         """
-        if not is_dtensor(param):
-            return ()
-        own = param._local_tensor if own is None else own
-        if not isinstance(own, QuantizedTensor):
-            return ()
         sharded = sharded_dims(param)
-        if not sharded:
+        own = param._local_tensor if sharded and own is None else own
+        if not (sharded and isinstance(own, QuantizedTensor)):
             return ()
         from torch.distributed.tensor import Shard
 
@@ -119,11 +114,6 @@ class Exchanged(NamedTuple):
     scales: Hashable
 
 
-def _reordered(bits: Tensor) -> Tensor:
-    """The bits of floats as integers of the same order, or the reverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
 class AmaxExchange:
     """Replaces amaxes by their maximum over the ranks of a group, in one all-reduce.
 
@@ -168,14 +158,11 @@ class AmaxExchange:
         own = self._buffer.new_empty(len(self._slots))
         if self._amaxes:
             torch._foreach_copy_(own.split(self._sizes), self._amaxes)
-        self._buffer.fill_(-math.inf)  # in slots that this rank has no part of
-        self._buffer.scatter_reduce_(0, self._slots, own, "amax")
-        # As integers that order as the floats do, with NaN as the largest on every rank.
-        bits = _reordered(self._buffer.view(torch.int32))
-        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group)
-        found = _reordered(bits).view(torch.float32)[self._slots]
+        self._buffer.zero_().scatter_reduce_(0, self._slots, own, "amax")
+        # As integers, which order as these floats do, NaN is the largest on every rank.
+        dist.all_reduce(self._buffer.view(torch.int32), dist.ReduceOp.MAX, self._group)
         if self._amaxes:
-            torch._foreach_copy_(self._amaxes, found.split(self._sizes))
+            torch._foreach_copy_(self._amaxes, self._buffer[self._slots].split(self._sizes))
 
 
 def exchanges(

@@ -65,9 +65,8 @@ def _shard_tensor(
         return shard_tensor(self, tensor, mesh, mesh_dim, src_data_rank)
     number, n_parts = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
     info = ShardInfo.in_parallel(mesh, mesh_dim)
+    check_parallel(tensor, self.dim, n_parts)  # on all ranks, before they wait for each other
     if src_data_rank is not None and not tensor.is_meta and n_parts > 1:
-        # Checked before ranks wait for each other: all have a weight of this shape.
-        check_parallel(tensor, self.dim, n_parts)
         if number != src_data_rank:
             own, tensor = tensor, torch.empty_like(tensor)
             tensor.parameter_name, tensor.scale_group = own.parameter_name, own.scale_group

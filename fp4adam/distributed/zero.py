@@ -1,6 +1,7 @@
 """ZeRO: quantized weights with sharded masters, for optimizers such as Megatron's."""
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -8,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.distributed.cast import PartialCast
-from fp4adam.distributed.cast_span import CastSpan, Out, as_pair
+from fp4adam.distributed.cast import CastSpan, Out, PartialCast, as_pair
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
-from fp4adam.tensors.transpose import build_columnwise, check_square
+from fp4adam.tensors.transpose import build_columnwise
 
 
 def quantize_master_weights(
@@ -62,10 +62,20 @@ def quantize_master_weights(
     """
     # Else torch would call Python for each attribute of each weight.
     with torch._C.DisableTorchFunctionSubclass():
-        plan = _plan_for(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
-    if not manual_post_all_gather_processing:
-        for one in plan.borrowed.values():
-            _check_drops_columnwise(one)
+        plan, values, outs = _plan_for(
+            model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+        )
+    drops = not manual_post_all_gather_processing
+    derived = [
+        drops and one.layout.is_square and one.weight.quantizer.columnwise
+        for one in plan.cast.spans
+    ]
+    for i, one in plan.borrowed.items():
+        if derived[i] and one.adapter.drop_columnwise is None:
+            raise NotImplementedError(
+                f"drop_columnwise must be defined by {type(one.adapter).__name__} to drop "
+                "columnwise codes, got none; or pass manual_post_all_gather_processing=True"
+            )
     if not model_weights:
         return
     if not dist.is_initialized():
@@ -76,34 +86,30 @@ def quantize_master_weights(
     for i, weight in enumerate(model_weights):
         plan.borrowed.get(i, weight).clear_high_precision_init_val()
     plan.scales_of_others.read()
-    plan.cast.measure(plan.values, plan.outs)
+    plan.cast.measure(values, outs)
     # As integers, which order as these floats do, NaN is the largest on every rank.
     dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
-    plan.cast.write(plan.values, plan.outs)
+    plan.cast.write(values, outs)
     plan.scales_of_others()
     torch.autograd.graph.increment_version(model_weights)
-    _plans[model_weights[0]] = plan._replace(values=[], outs=None)
-    if not manual_post_all_gather_processing:
-        for i, tensor in enumerate(model_weights):
-            one = plan.borrowed.get(i)
-            if one is None and tensor.quantizer.layout.is_square:
-                tensor.update_usage(columnwise_usage=False)
-            elif one is not None and _has_derived(one):
-                one.adapter.drop_columnwise(tensor)
+    _plans[model_weights[0]] = plan
+    for i in compress(range(len(derived)), derived):
+        if i in plan.borrowed:
+            plan.borrowed[i].adapter.drop_columnwise(model_weights[i])
+        else:
+            model_weights[i].update_usage(columnwise_usage=False)
 
 
 class _Plan(NamedTuple):
     """A cast of masters into weights. Its amaxes and launches are kept while ``known`` holds.
 
-    It does not keep the weights themselves alive, nor the masters between calls.
+    It does not keep the weights themselves alive, nor the masters.
     """
 
     known: list
     borrowed: dict[int, BorrowedTensor]
     cast: PartialCast
     scales_of_others: ScaleWriteback
-    values: list[Tensor]
-    outs: list[Out] | None
 
 
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by their first weights
@@ -114,8 +120,8 @@ def _plan_for(
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     outs: Sequence[Out] | None,
-) -> _Plan:
-    """The checked arguments of :func:`quantize_master_weights`, and the cast for them."""
+) -> tuple[_Plan, list[Tensor], Sequence[Out] | None]:
+    """The cast for the arguments of :func:`quantize_master_weights`, its values and memory."""
     lists = dict(master_weights=master_weights, start_offsets=start_offsets)
     if outs is not None:
         lists["fsdp_shard_model_weights"] = outs = [*map(_codes, outs)]
@@ -127,7 +133,12 @@ def _plan_for(
             )
     tensors, borrowed = _quantized(model_weights)
     for i, weight in enumerate(tensors):
-        _check_weight(i, weight, tensors[0])
+        _check_weight(i, weight)
+        if weight.device != tensors[0].device:
+            raise ValueError(
+                f"model_weights[{i}] must be on the device of the others, {tensors[0].device}, got "
+                f"{weight.device}; cast the weights of each device separately"
+            )
         if master_weights[i] is not None:
             _check_master(i, weight, master_weights[i], start_offsets[i])
     empty = torch.empty(0, device=tensors[0].device if tensors else None)
@@ -141,13 +152,13 @@ def _plan_for(
     if plan is None or plan.known != known:
         aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
         cast = PartialCast(aliases, starts, sizes, dtypes)
-        plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]), [], None)
+        plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]))
     for i, (one, out) in enumerate(zip(plan.cast.spans, outs or (), strict=False)):
         _check_out(i, one, out)
-    return plan._replace(values=values, outs=outs)
+    return plan, values, outs
 
 
-def _check_weight(i: int, weight: Tensor, first: Tensor) -> None:
+def _check_weight(i: int, weight: Tensor) -> None:
     kind = type(weight).__name__
     if not isinstance(weight, QuantizedTensor):
         raise ValueError(
@@ -159,11 +170,6 @@ def _check_weight(i: int, weight: Tensor, first: Tensor) -> None:
             f"model_weights[{i}] must have square blocks and rowwise data to be cast in shards, "
             f"got a {kind} with {weight.quantizer}: its columnwise codes need whole columns; make "
             "it with two_dimensional=True and rowwise=True"
-        )
-    if weight.device != first.device:
-        raise ValueError(
-            f"model_weights[{i}] must be on the device of the others, {first.device}, got "
-            f"{weight.device}; cast the weights of each device separately"
         )
 
 
@@ -194,7 +200,7 @@ def _check_master(i: int, weight: QuantizedTensor, master: Tensor, start: int | 
 def _check_out(i: int, one: CastSpan, out: Out) -> None:
     if out is None:
         return
-    name, device = f"fsdp_shard_model_weights[{i}]", one.weight.device
+    name, bounds = f"fsdp_shard_model_weights[{i}]", [one.span.start, one.span.stop]
     is_pair, is_square = isinstance(out, tuple | list), one.layout.is_square
     if (len(out) != 2 or (is_square and out[1] is not None)) if is_pair else not is_square:
         raise ValueError(
@@ -203,17 +209,17 @@ def _check_out(i: int, one: CastSpan, out: Out) -> None:
             "formats are built from the rowwise ones"
         )
     for part in as_pair(out):
-        if part is not None and (
-            part.dtype != torch.uint8
-            or part.numel() != one.nbytes
-            or not part.is_contiguous()
-            or part.device != device
-        ):
-            raise ValueError(
-                f"{name} must be contiguous uint8 of {one.nbytes} bytes on {device}, the codes of "
-                f"elements [{one.span.start}, {one.span.stop}), got {_describe(part)}; slice the "
-                "flat codes at the bytes of these elements"
-            )
+        if part is not None:
+            cure = f"slice the flat codes at the bytes of elements {bounds}"
+            _check_codes(name, part, one.nbytes, one.weight.device, cure)
+
+
+def _check_codes(name: str, x: Tensor, n: int, device: torch.device, cure: str) -> None:
+    is_like = (x.dtype, x.numel(), x.device) == (torch.uint8, n, device)
+    if not (is_like and x.is_contiguous()):
+        raise ValueError(
+            f"{name} must be contiguous uint8 of {n} bytes on {device}, got {_describe(x)}; {cure}"
+        )
 
 
 def _describe(x: Tensor) -> str:
@@ -224,23 +230,9 @@ def _quantized(
     weights: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
-    others = (i for i, w in enumerate(weights) if not isinstance(w, QuantizedTensor))
-    foreign = (i for i in others if isinstance(weights[i], Tensor) and is_foreign(weights[i]))
+    foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
     borrowed = {i: borrow(weights[i]) for i in foreign}
     return [borrowed[i].tensor if i in borrowed else w for i, w in enumerate(weights)], borrowed
-
-
-def _has_derived(borrowed: BorrowedTensor) -> bool:
-    """True if it may have columnwise codes that are transposed from rowwise ones."""
-    return borrowed.tensor.quantizer.layout.is_square and borrowed.tensor.quantizer.columnwise
-
-
-def _check_drops_columnwise(borrowed: BorrowedTensor) -> None:
-    if _has_derived(borrowed) and borrowed.adapter.drop_columnwise is None:
-        raise NotImplementedError(
-            f"drop_columnwise must be defined by {type(borrowed.adapter).__name__} to drop "
-            "columnwise codes, got none; or pass manual_post_all_gather_processing=True"
-        )
 
 
 def _codes(out: Out) -> Out:
@@ -272,13 +264,10 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     given = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
     tensors, borrowed = _quantized(weights)
-    square = []
     for i, tensor in enumerate(tensors):
-        if "columnwise_data" in tensor.quantizer.layout.rows_per_entry:
-            continue  # MXFP8: columnwise codes are gathered
-        check_square(i, tensor)
-        square.append(tensor)
-    build_columnwise(square)
+        if tensor.quantizer.columnwise:
+            _check_weight(i, tensor)
+    build_columnwise([one for one in tensors if one.quantizer.layout.is_square])
     for one in borrowed.values():
         for target, codes in one.mirrors:  # second copies of the codes
             target.copy_(codes)
@@ -296,9 +285,8 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
 
     Raises:
         ValueError: If an argument is not as above.
-        RuntimeError: If the tensor has no rowwise codes.
-        NotImplementedError: For MXFP8 in both directions, whose columnwise codes do not follow from
-            the rowwise ones that such a buffer gathers.
+        NotImplementedError: If the tensor has no rowwise codes, or columnwise ones, as MXFP8 in
+            both directions, that do not follow from those that such a buffer gathers.
     """
     (own,), _ = _quantized([tensor])
     if not isinstance(own, QuantizedTensor):
@@ -307,28 +295,15 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
             "plain one"
         )
     quantizer = own.quantizer
-    if not quantizer.rowwise:
-        raise RuntimeError(
-            "tensor must have rowwise codes to be moved, got one with rowwise=False; make it with "
-            f"{type(quantizer).__name__}(rowwise=True)"
-        )
-    if quantizer.columnwise and not quantizer.layout.is_square:
+    if not quantizer.rowwise or quantizer.columnwise and not quantizer.layout.is_square:
         raise NotImplementedError(
-            f"a {type(tensor).__name__} must have square blocks or rowwise codes alone to be moved "
-            f"to a buffer, got {quantizer}; keep it in memory of its own, and gather its values"
+            f"a {type(tensor).__name__} must have rowwise codes, alone or of square blocks, to be "
+            f"moved to a buffer, got {quantizer}; keep it in memory of its own, and gather its "
+            "values"
         )
     name = "_rowwise_data" if hasattr(tensor, "_rowwise_data") else "_data"
-    old, new = getattr(tensor, name), new_raw_data
-    if (
-        new.dtype != torch.uint8
-        or new.numel() != old.numel()
-        or not new.is_contiguous()
-        or new.device != old.device
-    ):
-        raise ValueError(
-            f"new_raw_data must be contiguous uint8 of {old.numel()} bytes on {old.device}, got "
-            f"{_describe(new)}; slice as many bytes out of the buffer"
-        )
-    new = new.view(old.shape)
+    old, cure = getattr(tensor, name), "slice as many bytes out of the buffer"
+    _check_codes("new_raw_data", new_raw_data, old.numel(), old.device, cure)
+    new = new_raw_data.view(old.shape)
     new.copy_(old)
     setattr(tensor, name, new)

@@ -15,19 +15,24 @@ from fp4adam.tensors.layout import Direction, Inner, Layout, ScaleRule
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 from fp4adam.tensors.storage import Storage
-from fp4adam.tensors.te_names import Float8Names
+from fp4adam.tensors.te_names import codes_as_shaped
 
 KERNEL_MULTIPLE = 16
-SCALINGS = ("current", "delayed")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 
-class Float8Tensor(Float8Names, QuantizedTensor):
+class Float8Tensor(QuantizedTensor):
     """A tensor in E4M3 with one scale, 8 bits per element and direction.
 
     ``rowwise_data``: uint8 (E4M3) [rows, cols]; ``columnwise_data``: uint8 (E4M3) [cols, rows].
     ``rowwise_scale_inv``, ``columnwise_scale_inv``: float32 [1], equal.
     """
+
+    # Transformer Engine's names.
+    _data = codes_as_shaped("_rowwise_data", transposed=False)
+    _transpose = codes_as_shaped("_columnwise_data", transposed=True)
+    _transpose_invalid = False  # transposed codes are written with the others
+    _scale_inv = property(lambda tensor: tensor.quantizer.per_tensor_scale(tensor._amax))
 
     @property
     def scale(self) -> Tensor:
@@ -93,7 +98,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
                 "leave it out"
             )
         for name, value, known in (
-            ("scaling", self.scaling, SCALINGS),
+            ("scaling", self.scaling, _OPTIONS),
             ("amax_compute_algo", self.amax_compute_algo, AMAX_COMPUTE_ALGOS),
         ):
             if value not in known:
@@ -165,7 +170,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             and not x.is_meta
         ):
             matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
-            self.measure(matrix, tensor._amax_history[:1])
+            tensor._amax_history[:1].copy_(self.measure(matrix))
         return tensor.quantize_(x)
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:

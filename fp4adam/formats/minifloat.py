@@ -4,8 +4,6 @@ The Triton counterparts in ``fp4adam.kernels.tiles`` give the same codes.
 Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,6 @@ E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def float32(x: float) -> float:
-    """Round a number to float32."""
-    return ctypes.c_float(x).value
 
 
 def e2m1_code(x: Tensor) -> Tensor:

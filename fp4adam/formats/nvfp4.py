@@ -11,7 +11,7 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import Quantizer
 
 BLOCK = 16
-SIXTH = minifloat.float32(1 / minifloat.E2M1_MAX)
+SIXTH = 1 / minifloat.E2M1_MAX
 # The largest code times the largest scale of a block.
 LARGEST = minifloat.E2M1_MAX * minifloat.E4M3_MAX
 
@@ -83,31 +83,21 @@ class NVFP4Quantizer(Quantizer[NVFP4Tensor]):
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        encode = _encode_scale(tensor_amax)
-        scales = minifloat.e4m3_code(amaxes * (encode * SIXTH))
-        return scales, _factors(scales, encode)
+        scales = minifloat.e4m3_code(amaxes * (_encode_scale(tensor_amax) * SIXTH))
+        return scales, self.factors(scales, tensor_amax)
 
     def factors(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
-        return _factors(scales, _encode_scale(tensor_amax))
+        decoded = minifloat.e4m3_value(scales) * _encode_scale(tensor_amax).reciprocal()
+        return decoded.reciprocal_().clamp_(max=minifloat.FP32_MAX)
 
     def decode(self, scales: Tensor, tensor_amax: Tensor) -> Tensor:
-        return decode_factors(minifloat.e4m3_value(scales), tensor_amax)
+        return (minifloat.e4m3_value(scales) * tensor_amax) * (1 / LARGEST)
 
 
 def _encode_scale(amax: Tensor) -> Tensor:
     """The factor that maps the values of a tensor to the range of codes times block scales."""
     scale = (torch.full_like(amax, LARGEST) / amax).clamp_(max=minifloat.FP32_MAX)
     return torch.where((amax == 0) | amax.isinf(), 1.0, scale)
-
-
-def _factors(scales: Tensor, encode: Tensor) -> Tensor:
-    factors = (minifloat.e4m3_value(scales) * encode.reciprocal()).reciprocal_()
-    return factors.clamp_(max=minifloat.FP32_MAX)
-
-
-def decode_factors(scale: Tensor, amax: Tensor) -> Tensor:
-    """The factors that map codes to values in blocks with these scales, as float32 values."""
-    return (scale * amax) * (1 / LARGEST)
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor, NVFP4Quantizer])

@@ -90,48 +90,45 @@ def resolve_scale_groups(
             missing.
         TypeError: If ``scale_groups`` is neither.
     """
-    if scale_groups == ():
-        return []
+    can_share = [q is not None and q.layout.tensor_scale == "current" for q in quantizers]
     if callable(scale_groups):
         _check_named(names, "a rule")
         by_key: dict[Hashable, list[int]] = defaultdict(list)
-        for i, (name, quantizer) in enumerate(zip(names or (), quantizers, strict=True)):
+        for i, name in enumerate(names or ()):
             key = scale_groups(name)
-            if (
-                key is not None
-                and quantizer is not None
-                and quantizer.layout.tensor_scale == "current"
-            ):
+            if key is not None and can_share[i]:
                 by_key[key].append(i)
         groups = [*by_key.values()]
     else:
         numbers: dict[str | Tensor, int] = {param: i for i, param in enumerate(params)}
         numbers.update((name, i) for i, name in enumerate(names or ()))
-        groups = []
+        groups, seen = [], set()
         for group in lists_of_members(scale_groups):
             for member in group:
                 if isinstance(member, str):
                     _check_named(names, repr(member))
-                _check_member(member, numbers, quantizers)
+                _check_member(member, numbers, quantizers, seen)
+                seen.add(numbers[member])
             groups.append([numbers[member] for member in group])
-        _check_disjoint(groups, [repr(name) for name in names] if names else None)
     return [group for group in groups if len(group) > 1]
 
 
 def lists_of_members(scale_groups: Iterable[Iterable[str | Tensor]]) -> list[list[str | Tensor]]:
     """Convert groups given as iterables of members to lists; raises TypeError for anything else."""
-    wrong = scale_groups
-    if isinstance(scale_groups, Iterable) and not isinstance(scale_groups, str | Tensor):
-        lists = list(scale_groups)
-        flat = [g for g in lists if isinstance(g, str | Tensor) or not isinstance(g, Iterable)]
-        if not flat:
-            return [list(group) for group in lists]
-        wrong = flat[0]
-    raise TypeError(
-        "scale_groups must be a rule or a list of lists of names or parameters, got "
-        f"{type(wrong).__name__}{' in the list' if wrong is not scale_groups else ''}; pass "
-        "hf_scale_groups, or [[name, name], ...]"
-    )
+    is_list = _is_list(scale_groups)
+    lists = list(scale_groups) if is_list else [scale_groups]
+    for group in lists:
+        if not _is_list(group):
+            raise TypeError(
+                "scale_groups must be a rule or a list of lists of names or parameters, got "
+                f"{type(group).__name__}{' in the list' if is_list else ''}; pass "
+                "hf_scale_groups, or [[name, name], ...]"
+            )
+    return [list(group) for group in lists]
+
+
+def _is_list(members: object) -> bool:
+    return isinstance(members, Iterable) and not isinstance(members, str | Tensor)
 
 
 def _check_named(names: Sequence[str] | None, what: str) -> None:
@@ -143,7 +140,10 @@ def _check_named(names: Sequence[str] | None, what: str) -> None:
 
 
 def _check_member(
-    member: str | Tensor, numbers: dict[str | Tensor, int], quantizers: Sequence[Quantizer | None]
+    member: str | Tensor,
+    numbers: dict[str | Tensor, int],
+    quantizers: Sequence[Quantizer | None],
+    seen: set[int],
 ) -> None:
     if not isinstance(member, str | Tensor):
         raise TypeError(
@@ -163,17 +163,8 @@ def _check_member(
             f"members of a scale group must be NVFP4 or Float8 weights, got {what}, {kind}: there "
             "is no scale of the whole tensor to share; leave it out"
         )
-
-
-def _check_disjoint(groups: list[list[int]], names: list[str] | None) -> None:
-    seen: set[int] = set()
-    for i in (i for group in groups for i in group):
-        if i in seen:
-            what = names[i] if names else f"parameter {i}"
-            raise ValueError(
-                f"a weight must be in one scale group, got {what} twice; join the groups"
-            )
-        seen.add(i)
+    if numbers[member] in seen:
+        raise ValueError(f"a weight must be in one scale group, got {what} twice; join the groups")
 
 
 def form_scale_group(members: Sequence[QuantizedTensor], names: Iterable[str]) -> None:

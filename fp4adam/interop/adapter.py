@@ -87,10 +87,6 @@ class TensorAdapter:
         """
         raise NotImplementedError
 
-    def dequantize(self, tensor: Tensor) -> Tensor | None:
-        """The float32 values that the master weight starts from; None to decode the fields."""
-        return None
-
     drop_columnwise: Callable[[Tensor], None] | None = None
     """Drops columnwise codes that were transposed from rowwise ones, which are new now; optional,
     for :func:`fp4adam.fp8_utils.quantize_master_weights`."""
@@ -160,8 +156,3 @@ def adapter_of(tensor: Tensor) -> TensorAdapter:
         "codes and scales are, with fp4adam.register_adapter, or optimize a parameter in high "
         "precision"
     )
-
-
-def memory(tensor: Tensor, adapter: TensorAdapter) -> list[Tensor | bool | None]:
-    """What holds the codes and scales of a tensor of another package."""
-    return [getattr(tensor, name) for name in adapter.attributes]

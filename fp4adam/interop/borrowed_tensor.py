@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4adam.interop.adapter import adapter_of, class_name, memory
+from fp4adam.interop.adapter import adapter_of, class_name
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.fingerprint import Column
 from fp4adam.tensors.layout import Layout
@@ -68,7 +68,7 @@ class BorrowedTensor:
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.mirrors: list[tuple[Tensor, Tensor]] = []
         self._fields = self.adapter.fields(source)
-        self._memory = memory(source, self.adapter)
+        self._memory = [getattr(source, name) for name in self.adapter.attributes]
         self.memory = [part for part in self._memory if isinstance(part, Tensor)]
         self.per_tensor_scale: Tensor | None = None
         if "per_tensor_scale" in self._fields:
@@ -207,8 +207,6 @@ class BorrowedTensor:
         value = getattr(self.source, "get_high_precision_init_val", lambda: None)()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
         if value is None or not self.is_of(value.detach()):
-            value = self.adapter.dequantize(self.source)
-        if value is None:
             return self.tensor.dequantize(torch.float32)
         return value.detach().to(self.tensor.device, torch.float32, copy=True).contiguous()
 
@@ -218,10 +216,11 @@ class BorrowedTensor:
 
     def is_on(self, source: Tensor) -> bool:
         """Whether this is on the memory of ``source``, in its dtype."""
+        memory = (getattr(source, name) for name in self.adapter.attributes)
         return (
             source is self.source
             and source.dtype == self.tensor.dtype
-            and all(map(is_, memory(source, self.adapter), self._memory))
+            and all(map(is_, memory, self._memory))
             and (self.given is None or all(map(is_, self.given_fields(), self._given_fields)))
         )
 

@@ -2,7 +2,8 @@
 
 Both have rowwise codes, and scales that are either unpadded or swizzled. The step computes scales
 as this package does: it rounds E8M0 scales of MXFP8 up, where torchao rounds down by default, and
-keeps E4M3 scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly.
+keeps E4M3 scales below 2**-6, where torchao clamps to 2**-6. torchao decodes either kind correctly,
+but multiplies in another order, so that the last bit of a float32 value may differ from a master's.
 """
 
 import torch
@@ -39,10 +40,6 @@ class NVFP4Adapter(TensorAdapter):
             "rowwise_scale_inv": _scale(tensor),
             "per_tensor_scale": tensor.per_tensor_scale,
         }
-
-    def dequantize(self, tensor: Tensor) -> Tensor:
-        # torchao multiplies in another order than this package, so the last bit may differ.
-        return tensor.dequantize(torch.float32)
 
 
 class MXAdapter(TensorAdapter):

@@ -30,11 +30,8 @@ def are_laid_out_as(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-class Versions:
-    """The versions that were recorded last; None while they are invalid."""
-
-    def __init__(self, values: list[int] | None = None) -> None:
-        self.values = values
+# The versions that were recorded last; each None while they are invalid.
+Versions = list[int | None]
 
 
 class Mark:
@@ -49,7 +46,7 @@ class Mark:
     ) -> None:
         self.memory, self.alive = memory, alive
         values = list(map(version, versioned))
-        self.follow(Versions(values), range(len(values)))
+        self.follow(values, range(len(values)))
 
     @classmethod
     def of(cls, tensor: Tensor, owner: Tensor | None = None) -> "Mark":
@@ -66,15 +63,13 @@ class Mark:
         """Take the versions from a fingerprint from now on."""
         self._recorded, self._indices = recorded, indices
 
-    def _versions(self) -> list[int] | None:
-        values = self._recorded.values
-        return values and [values[i] for i in self._indices]
+    def _versions(self) -> Versions:
+        return [self._recorded[i] for i in self._indices]
 
     def is_same(self, other: "Mark | None") -> bool:
-        """Whether the memory is neither written nor replaced between two marks."""
-        versions = self._versions()
-        is_there = other is not None and self.memory == other.memory and versions is not None
-        return is_there and versions == other._versions()
+        """Whether the memory is neither written nor replaced between two marks, one of them new."""
+        is_there = other is not None and self.memory == other.memory
+        return is_there and self._versions() == other._versions()
 
 
 class Column(NamedTuple):
@@ -94,12 +89,12 @@ class Fingerprint:
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)
-        self.versions = Versions()
         self._known, placed, self._versioned, kept, laid_out = self._read()
         self._addresses = list(map(data_ptr, placed))
         self._have_known_layouts = are_laid_out_as(laid_out)
         self._alive = [StorageWeakRef(x.untyped_storage()) for x in kept]
         self._blocks = [storage.cdata for storage in self._alive]
+        self.versions: Versions = []
         self.record()
 
     def _read(self) -> tuple[list[Any], ...]:
@@ -125,7 +120,7 @@ class Fingerprint:
                 and list(map(data_ptr, placed)) == self._addresses
                 and not any(map(_is_freed, self._blocks))
                 and self._have_known_layouts(*laid_out)
-                and list(map(version, versioned)) == self.versions.values
+                and list(map(version, versioned)) == self.versions
             )
         except (KeyError, AttributeError, RuntimeError, TypeError):
             return False  # a tensor is gone, has changed its class, or has no address
@@ -134,11 +129,11 @@ class Fingerprint:
 
     def invalidate(self) -> None:
         """Drop what is recorded, before a write that may be interrupted."""
-        self.versions.values = None
+        self.versions[:] = [None] * max(1, len(self.versions))  # equal to no versions at all
 
     def record(self) -> None:
         """Record the versions of the tensors that were read last, and let go of them."""
-        self.versions.values = list(map(version, self._versioned))
+        self.versions[:] = map(version, self._versioned)
         self._versioned = []
 
     def spans(self) -> list[list[range]]:

@@ -80,11 +80,9 @@ def _to_copy(
 
 
 # Under inference_mode torch does not make _to_copy of it, as FSDP2 needs for offloaded shards.
-@implements_operator(aten.to.device)
-@implements_operator(aten.to.dtype)
-@implements_operator(aten.to.dtype_layout)
-def _to(func: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    return func.decompose(*args, **kwargs)
+implements_operator(aten.to.device, aten.to.dtype, aten.to.dtype_layout)(
+    lambda func, *args, **kwargs: func.decompose(*args, **kwargs)
+)
 
 
 # Module.to_empty; an explicit dtype asks for a plain tensor, as for optimizer state.

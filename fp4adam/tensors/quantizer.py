@@ -180,16 +180,15 @@ class Quantizer(QuantizerNames, Generic[T]):
     def uses_kernels(self, device: torch.device) -> bool:
         return self.has_kernels and backend.uses_kernels(device)
 
-    def measure(self, x: Tensor, amax: Tensor) -> None:
-        """Overwrite ``amax``, float32 [1], with the largest magnitude in the contiguous matrix."""
-        if self.uses_kernels(x.device):
-            from fp4adam.kernels import cast  # Triton is slow to import
+    def measure(self, x: Tensor) -> Tensor:
+        """The largest magnitude in the contiguous matrix, float32 [1]."""
+        if not x.numel():
+            return x.new_zeros(1, dtype=torch.float32)
+        if not self.uses_kernels(x.device):
+            return encoding.amax_over(x.float(), (0, 1)).view(1)
+        from fp4adam.kernels import cast  # Triton is slow to import
 
-            cast.measure(x, amax)
-        elif x.numel():
-            amax.copy_(encoding.amax_over(x.float(), (0, 1)))
-        else:
-            amax.zero_()
+        return cast.measure(x)
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:
         """Set the amaxes to quantize values with these amaxes, float32 [1], with; on one device."""
@@ -206,10 +205,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         ``amax``, float32 [1], takes the place of that of ``x`` in formats that store one.
         """
         if self.layout.tensor_scale is not None:
-            if amax is None:
-                amax = torch.empty_like(out.amax)
-                self.measure(x, amax)
-            self.take_amaxes([out], [amax])
+            self.take_amaxes([out], [self.measure(x) if amax is None else amax])
         if self.uses_kernels(x.device) and self.layout.fits_kernels(*x.shape):
             from fp4adam.kernels import cast
 

@@ -276,8 +276,7 @@ def make_shard(tensor: QuantizedTensor, shape: tuple, device: torch.device) -> Q
 def parallel_part(
     tensor: QuantizedTensor, dim: int, number: int, n_parts: int, info: Any
 ) -> QuantizedTensor:
-    """One of equal parts of a weight for tensor parallelism: a tensor with the weight's bytes."""
-    check_parallel(tensor, dim, n_parts)
+    """One of equal parts, which :func:`check_parallel` allows: a tensor with the weight's bytes."""
     quantizer, size = tensor.quantizer, tensor.shape[dim] // n_parts
     window = tensor.narrow(dim, number * size, size)
     shape = tuple(window.shape)

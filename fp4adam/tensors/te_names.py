@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fp4adam.tensors.quantizer import Quantizer
 
 
-def _codes(name: str, transposed: bool) -> property:
+def codes_as_shaped(name: str, transposed: bool) -> property:
     """The codes of one direction in the shape of the tensor; assignment moves them elsewhere."""
 
     def get(tensor: Any) -> Tensor | None:
@@ -79,15 +79,6 @@ class TensorNames:
         if added:
             build_columnwise([self])
             build_gemm_scales([self])
-
-
-class Float8Names:
-    """Those of ``Float8Tensor``."""
-
-    _data = _codes("_rowwise_data", transposed=False)
-    _transpose = _codes("_columnwise_data", transposed=True)
-    _scale_inv = property(lambda tensor: tensor.quantizer.per_tensor_scale(tensor._amax))
-    _transpose_invalid = False  # transposed codes are written with the others
 
 
 class QuantizerNames:

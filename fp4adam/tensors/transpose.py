@@ -52,17 +52,6 @@ def _transposed(codes: Tensor, bits: int) -> Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def check_square(i: int, tensor: QuantizedTensor) -> None:
-    """Raise ValueError unless columnwise codes, if any, can be built from rowwise ones."""
-    quantizer = tensor.quantizer
-    if quantizer.columnwise and not (quantizer.layout.is_square and quantizer.rowwise):
-        raise ValueError(
-            f"model_weights[{i}] must have square blocks and rowwise data to build columnwise data "
-            f"from, got a {type(tensor).__name__} with {quantizer}; set two_dimensional=True and "
-            "rowwise=True if its format has square blocks, else quantize both directions"
-        )
-
-
 def transpose_codes(sources: list[Tensor], targets: list[Tensor], bits: int) -> None:
     """Transpose codes [rows, cols * bits / 8] into targets [cols, rows * bits / 8], contiguous.
 
