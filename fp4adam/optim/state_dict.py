@@ -358,10 +358,10 @@ def check_groups(groups: Groups, state_dict: dict[str, Any]) -> None:
 def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
     for i, (param, key) in enumerate(saved_keys(groups, state_dict)):
         saved, what = state_dict["state"][key], f"master_param of parameter {i}"
-        if SCALES[MASTER] in saved or REST in saved:
+        if saved.keys() & {*SCALES.values(), REST}:
             raise ValueError(
-                f"{what} must be whole, got {sorted(saved)}; save state_dict() instead of "
-                "compact_state_dict()"
+                f"{what} must be whole, as all of its state, got {sorted(saved)}; save "
+                "state_dict() instead of compact_state_dict()"
             )
         if MASTER in saved:
             _check_tensor(what, saved[MASTER], param)
