@@ -451,8 +451,6 @@ class FusedAdam(Optimizer):
                 group.clear()
                 group.update(new)
             self._whole.forget()
-            if self._is_releasing:
-                self._release.forget()
             saving.load_masters(self._engine, given)
         self._sync_steps(self._engine)
         self._targets.are_shown = False  # all states are new

@@ -7,8 +7,7 @@ weight wins, and its master restarts from it.
 """
 
 import warnings
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,15 +65,6 @@ def warn_of_loaded(n_other: int, n_lacking: int) -> None:
             "or call reset_master_weights() if that is intended",
             stacklevel=2,
         )
-
-
-def together(targets: Iterable[Target]) -> list[list[Target]]:
-    """Targets by the scales that they share; those with values."""
-    found: dict[Hashable, list[Target]] = defaultdict(list)
-    for p in targets:
-        if not p.owner.is_meta:
-            found[p.scales].append(p)
-    return [*found.values()]
 
 
 def quantize(targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor]) -> None:

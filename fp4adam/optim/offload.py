@@ -13,7 +13,6 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -37,18 +36,16 @@ class OffloadedEngine(Engine):
 
     def __init__(self, targets: Targets, *groups_and_states: Any) -> None:
         super().__init__(targets, *groups_and_states)
-        self._parts: list[Engine] = []
-        self._known: list = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
         self._wait()
-        self._parts, self._known = [], []
+        super().forget()
         self._chunks.clear()
 
     def drop_plan(self) -> None:
-        for part in self._parts:
+        for part in self.parts.values():
             part.drop_plan()
 
     def settle(self) -> None:
@@ -66,14 +63,10 @@ class OffloadedEngine(Engine):
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step the chunks that have gradients; what cannot be stepped is refused before that."""
         self.check_call()
-        known = self.membership()
-        if known != self._known:
-            self.targets.keep_only(self.params)
-            self._parts = self.parts(chunks(self.together()))
-            self._known = known
+        self.divide(chunks)
         settle_written(sharded_weights(self.params))
-        has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
-        active = [*compress(self._parts, has_grads)]
+        parts = dict.fromkeys(self.parts.values())
+        active = [part for part in parts if any(g is not None for g in part.all_grads())]
         self.check()
         self.check_clip()
         for part in active:

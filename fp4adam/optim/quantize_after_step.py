@@ -15,8 +15,7 @@ from torch import Tensor
 from fp4adam.distributed.cast import LocalCast, cast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.master_weights import together
-from fp4adam.optim.target import ReadGrad, Target
+from fp4adam.optim.target import ReadGrad, Target, together
 
 
 def quantized_after_step(peers: Sequence[Target], read_grad: ReadGrad) -> bool:

@@ -18,12 +18,12 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
-from fp4adam.optim.master_weights import adopt, find_stale, together, warn_of_loaded
+from fp4adam.optim.master_weights import adopt, find_stale, warn_of_loaded
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
 from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
-from fp4adam.optim.target import State, Target, is_own_master
+from fp4adam.optim.target import State, Target, is_own_master, together
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)

@@ -20,12 +20,11 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
-from fp4adam.optim.master_weights import together
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
-from fp4adam.optim.target import LaunchKey, ReadGrad, Target
+from fp4adam.optim.target import LaunchKey, ReadGrad, Target, together
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors.fingerprint import Column, Fingerprint
 from fp4adam.tensors.quantized_tensor import QuantizedTensor

@@ -5,6 +5,7 @@ what it is. How its master is stored is one of four strategies, see ``masters``.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -559,6 +560,14 @@ class Targets:
         if any(map(is_dtensor, owners)):
             return lambda owner: local(read(owner))
         return read
+
+
+def together(members: Iterable[Any], scales: Callable = attrgetter("scales")) -> list[list]:
+    """Targets by the scales that they share; parameters with :func:`scales_of`."""
+    found: dict[Hashable, list] = defaultdict(list)
+    for member in members:
+        found[scales(member)].append(member)
+    return [*found.values()]
 
 
 def scales_of(owner: Tensor) -> Hashable:
