@@ -228,9 +228,7 @@ class FusedAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
         state = {**super().__getstate__(), **own, "options": self._targets.options}
-        # Copies know nothing of who wrote what, so remainders take along which codes they are for.
-        engine = self._engine
-        state["state"] = saving.with_digests(engine, engine.states)
+        state["state"] = saving.for_copies(self._engine)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ on the hash seed of each process.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -65,7 +65,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
     for group, params in engine.groups:
         numbers = [keys.setdefault(param, len(keys)) for param in params]
         groups.append({**_options(group), "params": numbers})
-    own, stale = _stale(engine)
+    own, stale = _stale(engine, engine.params)
     states = {keys.get(owner, owner): state for owner, state in engine.states.items()}
     for group, params in engine.groups:
         for owner in params:
@@ -90,30 +90,22 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
     return state_dict
 
 
-def _stale(engine: Engine) -> tuple[dict[Tensor, State], set[Target]]:
-    own = {param: te_layout.stored_state(engine.states.get(param)) for param in engine.params}
+def _stale(engine: Engine, params: list[Tensor]) -> tuple[dict[Tensor, State], set[Target]]:
+    own = {param: te_layout.stored_state(engine.states.get(param)) for param in params}
     own = {param: state for param, state in own.items() if isinstance(state, dict)}
     with torch._C.DisableTorchFunctionSubclass():
         return own, find_stale([engine.targets[param] for param in own], own)
 
 
 @torch.no_grad()
-def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
-    """A function that returns the ``master_param`` that ``state_dict()`` has of a parameter.
-
-    It decodes one at a time: all states in FP32 may be more than there is memory for.
-    """
-    own, stale = _stale(engine)
-
-    def master_of(param: Tensor) -> Tensor | None:
-        if param not in own:
-            return None
-        state = {name: x for name, x in own[param].items() if name in ENTRIES}
-        member = engine.targets[param]
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return saved_state(member, state, member in stale, False).get(MASTER)
-
-    return master_of
+def current_master(engine: Engine, param: Tensor) -> Tensor | None:
+    """The ``master_param`` that ``state_dict()`` has of a parameter; None if there is none."""
+    own, stale = _stale(engine, [param])
+    with torch._C.DisableTorchFunctionSubclass():
+        for state in own.values():
+            state = {name: x for name, x in state.items() if name in ENTRIES}
+            return saved_state(engine.targets[param], state, bool(stale), False).get(MASTER)
+    return None
 
 
 def saved_state(
@@ -136,15 +128,12 @@ def saved_state(
 
 
 @torch.no_grad()
-def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
-    """States in which remainders say which codes they belong to, as far as this is certain."""
-    new = defaultdict(dict, states)
-    for owner in engine.params:
-        if isinstance(states.get(owner), dict):
-            member = engine.targets[owner]
-            if member.master.codec is INT8 and member.is_unwritten():
-                new[owner] = {**states[owner], DIGEST: digest(member.param)}
-    return new
+def for_copies(engine: Engine) -> dict[Any, Any]:
+    """The states as they are stored, by parameter; copies know nothing of who wrote what."""
+    own, stale = _stale(engine, engine.params)
+    members = {owner: engine.targets[owner] for owner in own}
+    saved = {o: saved_state(m, own[o], m in stale, True) for o, m in members.items()}
+    return defaultdict(dict, {**engine.states, **saved})
 
 
 # Loading
