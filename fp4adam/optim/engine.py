@@ -231,6 +231,8 @@ class Engine:
 
     def drop_plan(self) -> None:
         self.settle()
+        for member in self.plan.members if self.plan is not None else ():
+            member.unbind()
         # Lists that would keep parameters alive.
         self.plan, self._planned = None, ()
 

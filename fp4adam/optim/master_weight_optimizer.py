@@ -264,7 +264,7 @@ class MasterWeightOptimizer(Optimizer):
             scales_of_others = ScaleWriteback(borrowed)
             scales_of_others.read()
             masters = [local(self.state[each.owner][MASTER]) for each in quantized]
-            master_weights.quantize(quantized, masters, [each.param for each in quantized])
+            master_weights.quantize(quantized, masters)
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))

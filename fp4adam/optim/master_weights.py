@@ -67,9 +67,12 @@ def warn_of_loaded(n_other: int, n_lacking: int) -> None:
         )
 
 
-def quantize(targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor]) -> None:
-    """Quantize FP32 masters of targets to these tensors; every rank has to call it."""
+def quantize(
+    targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor] | None = None
+) -> None:
+    """Quantize FP32 masters to their weights, or to other tensors; every rank has to call it."""
     dtypes, infos = [p.write_dtype for p in targets], [p.shard_infos() for p in targets]
+    to = [p.param for p in targets] if to is None else to
     cast(to, masters, dtypes, infos, [p.scales for p in targets])
 
 

@@ -118,7 +118,6 @@ class OffloadedEngine(Engine):
 
     def _let_go(self, part: Engine) -> None:
         part.drop_plan()
-        self.targets.unbind(part.states)
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:

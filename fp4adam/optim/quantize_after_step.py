@@ -12,9 +12,10 @@ from itertools import chain, compress
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.cast import LocalCast, cast
+from fp4adam.distributed.cast import LocalCast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
+from fp4adam.optim.master_weights import quantize
 from fp4adam.optim.target import ReadGrad, Target, together
 
 
@@ -74,9 +75,7 @@ class QuantizeAfterStep:
         if not skipped:
             for peers in self._scale_groups:
                 if any(self._read_grad(m.owner) is not None for m in peers):
-                    values, dtypes = _values(peers), [m.write_dtype for m in peers]
-                    params = [m.param for m in peers]
-                    cast(params, values, dtypes, scales=[0] * len(peers))
+                    quantize(peers, _values(peers))
                     for member in peers:
                         member.settle_master()
             for one, members in self._casts:

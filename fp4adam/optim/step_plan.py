@@ -94,7 +94,8 @@ class StepPlan:
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
-            self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
+            ratio = max(map(_ratio, self.members), default=0.0)
+            self.counter = StepCounter(self.members, ratio)
         self._fingerprint = _weights(self.members)
         self._states = _states(self.members, bounded)
         launches = [group.launch for group in self._groups]

@@ -72,27 +72,10 @@ class LaunchKey(NamedTuple):
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None
-    value_codec: StateCodec
-    exp_avg_codec: StateCodec
-    exp_avg_sq_codec: StateCodec
-    adam_w_mode: bool
+    codecs: tuple[StateCodec, ...]
+    adam_w: bool
     amsgrad: bool
     is_contiguous: bool
-
-    def variant(self) -> Any:
-        """The compile-time options of the Adam kernels."""
-        from fp4adam.kernels.adam import step_variant  # Triton is slow to import
-
-        return step_variant(
-            grad_dtype=self.grad_dtype,
-            value_dtype=self.value_dtype if self.quantizer is None else None,
-            write_dtype=self.write_dtype,
-            value_codec=self.value_codec.name,
-            exp_avg_codec=self.exp_avg_codec.name,
-            exp_avg_sq_codec=self.exp_avg_sq_codec.name,
-            adam_w=self.adam_w_mode,
-            amsgrad=self.amsgrad,
-        )
 
 
 class Target:
@@ -342,8 +325,8 @@ class Target:
             self.param.dtype if grad is None else grad.dtype,
             self.stepped.dtype,
             self.write_dtype if writes else None,
-            *self.step_codecs,
-            adam_w_mode=self.group["decoupled_weight_decay"],
+            self.step_codecs,
+            adam_w=self.group["decoupled_weight_decay"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
         )
@@ -545,12 +528,6 @@ class Targets:
             )
         self.places = {owner: i for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
-
-    def unbind(self, states: dict[Tensor, State]) -> None:
-        for owner, state in states.items():
-            known = self._known.get(owner)
-            if known is not None and known.state is state:
-                known.unbind()
 
     def grad_reader(self, owners: Iterable[Tensor]) -> ReadGrad:
         """A function that returns the local part of a gradient of one of these, or None."""
