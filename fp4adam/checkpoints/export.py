@@ -4,7 +4,6 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,12 +161,12 @@ def export_masters(
     stored = stored_spans(spans_of(model, weights))
     # Masters, or values where others have written them.
     is_ours = isinstance(optimizer, FusedAdam)
-    master_of = partial(current_master, optimizer._engine) if is_ours else lambda weight: None
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
-            own, master = local(weight), master_of(weight)
+            own = local(weight)
+            master = current_master(optimizer._engine, weight) if is_ours else None
             if master is not None:
                 source = master
             elif isinstance(own, QuantizedTensor):

@@ -279,7 +279,7 @@ class Engine:
             grad = read_grad(param)
             if grad is not None:
                 checks.check_gradient(name, param, grad)
-                self.check_state(param)
+                self._check_state(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
         group_of = self._group_of()
         stepped: set[Tensor] = set()
@@ -292,39 +292,42 @@ class Engine:
                     checks.check_scale_group(members, scales)
                     for param in members:
                         checks.check_steppable(name, param)
-                        self.check_state(param)
+                        self._check_state(param)
             if any(self.updates(group_of[param]) for param in members):
                 moving.update(members)
         return stepped, moving
 
-    def check_state(self, param: Tensor) -> None:
-        """Raise if the state of a parameter does not fit it."""
-        options, state = self.targets.options, self.states.get(param, {})
-        checks.check_state(param, state, options, self.on_host)
+    def _check_state(self, param: Tensor) -> None:
+        state = self.states.get(param, {})
+        checks.check_state(param, state, self.targets.options, self.on_host)
 
     def _is_in_training(self, param: Tensor) -> bool:
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
             return False
         try:
             checks.check_steppable(self.targets.options.name, param)
-            self.check_state(param)
+            self._check_state(param)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # the error is raised once the parameter has a gradient
         return True
 
     # Masters
 
-    def reset_masters(self, params: Sequence[Tensor]) -> None:
-        settle_written(sharded_weights(params))
-        for member in [self.targets[param] for param in params]:
-            state, master = self.states.get(member.owner, {}), {}
-            if member.master.name and state.keys() & {*ENTRIES}:
-                member.master.store(master, member.value())
-                for name in ENTRIES:
-                    state.pop(name, None)
-                state.update(self.placed(member.owner, master))
-                member.free_initial_value()
-                member.record()
+    @torch.no_grad()
+    def reset_masters(self, chosen: Iterable[Tensor] | None) -> None:
+        params = self.params if chosen is None else [*chosen]
+        checks.check_known(params, self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(params))
+            for member in [self.targets[param] for param in params]:
+                state, master = self.states.get(member.owner, {}), {}
+                if member.master.name and state.keys() & {*ENTRIES}:
+                    member.master.store(master, member.value())
+                    for name in ENTRIES:
+                        state.pop(name, None)
+                    state.update(self.placed(member.owner, master))
+                    member.free_initial_value()
+                    member.record()
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:

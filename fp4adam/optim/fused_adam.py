@@ -462,7 +462,6 @@ class FusedAdam(Optimizer):
 
     # Master weights
 
-    @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
@@ -470,11 +469,7 @@ class FusedAdam(Optimizer):
         ``.data`` of a plain parameter, which go unnoticed, or that leave the same bytes. Moments
         and step counts stay. ``params``: Some of its parameters; None for all.
         """
-        engine = self._engine
-        params = engine.params if params is None else [*params]
-        checks.check_known(params, engine.params)
-        with torch._C.DisableTorchFunctionSubclass():
-            engine.reset_masters(params)
+        self._engine.reset_masters(params)
 
 
 def _join_flags(group: dict[str, Any]) -> None:

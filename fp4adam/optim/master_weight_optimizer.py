@@ -261,29 +261,23 @@ class MasterWeightOptimizer(Optimizer):
             targets = [target for target in self._with_masters() if target.scales in chosen]
             quantized = [each for each in targets if isinstance(each.param, QuantizedTensor)]
             borrowed = [each.borrowed for each in targets if each.borrowed is not None]
-            scales_of_others = ScaleWriteback(borrowed)
-            scales_of_others.read()
-            masters = [local(self.state[each.owner][MASTER]) for each in quantized]
-            master_weights.quantize(quantized, masters)
+            with ScaleWriteback(borrowed):
+                masters = [local(self.state[each.owner][MASTER]) for each in quantized]
+                master_weights.quantize(quantized, masters)
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
-            scales_of_others()
             sources = [one.source for one in borrowed]
             torch.autograd.graph.increment_version([*(t.owner for t in quantized), *sources])
             for target in targets:
                 target.record()
 
-    @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
         See :meth:`FP4Adam.reset_master_weights`.
         """
-        params = self._params() if params is None else [*params]
-        checks.check_known(params, self._params())
-        with torch._C.DisableTorchFunctionSubclass():
-            self._engine(self.state).reset_masters(params)
+        self._engine(self.state).reset_masters(params)
 
     # Checkpoints
 
@@ -295,11 +289,10 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = master_weights.find_stale(self._with_masters(), self.state)
+            engine = self._engine(self.state)
             for param, key in saving.saved_keys(self.param_groups, state_dict):
-                if (target := self._targets[param]) in stale:
-                    value = like(param, target.value())
-                    state_dict["state"][key] = {**state_dict["state"][key], MASTER: value}
+                if (master := saving.current_master(engine, param)) is not None:
+                    state_dict["state"][key] = {**state_dict["state"][key], MASTER: master}
         return state_dict
 
     @torch.no_grad()

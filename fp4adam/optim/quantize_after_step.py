@@ -101,5 +101,5 @@ def _values(members: Sequence[Target]) -> list[Tensor]:
     values = [m.whole_value() for m in members]
     for member, value in zip(members, values, strict=True):
         if member.new_master is None:
-            member.hold_master(value, int(member.state["step"]))
+            member.hold_master(value)
     return values

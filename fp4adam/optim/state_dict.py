@@ -18,7 +18,7 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
-from fp4adam.optim.master_weights import adopt, find_stale, warn_of_loaded
+from fp4adam.optim.master_weights import adopt, find_stale, warn_of_restarts
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
 from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
@@ -275,7 +275,14 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
     # torch drops the states of frozen parameters; a state of AdamW has no masters at all.
     lacking = [m for m in members if checks.is_quantized(m.owner) and m.master.name]
     n_lacking = len({*lacking} - {*kept}) if kept else 0
-    warn_of_loaded(n_other, n_lacking)
+    cure = (
+        "load the model of the same checkpoint before the next step, or call "
+        "reset_master_weights() if that is intended"
+    )
+    warn_of_restarts(
+        (n_other, f"are not those of the loaded masters; {cure}"),
+        (n_lacking, f"the loaded state has no masters for; {cure}"),
+    )
 
 
 def given_master(member: Target, saved: State) -> State:

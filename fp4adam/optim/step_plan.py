@@ -145,16 +145,13 @@ class StepPlan:
         given = [grad is not None and grad.numel() > 0 for grad in grads]
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
         self.counter.advance(found_inf)
-        if self._scales_of_others:
-            self._scales_of_others.read()
-        launches = self._launch_all(grad_scale, clip, found_inf, captures)
-        by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
-        for member, grad, row in () if skipped else compress(by_operators, given):
-            scalars = self.counter.groups[row].scalars
-            member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        self._after.finish(launches, skipped)
-        if self._scales_of_others:
-            self._scales_of_others()
+        with self._scales_of_others:
+            launches = self._launch_all(grad_scale, clip, found_inf, captures)
+            by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
+            for member, grad, row in () if skipped else compress(by_operators, given):
+                scalars = self.counter.groups[row].scalars
+                member.update(grad, scalars, grad_scale, clip.get(grad.device))
+            self._after.finish(launches, skipped)
         # Kernel writes do not raise versions, which autograd and other observers rely on.
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
@@ -204,7 +201,7 @@ class StepPlan:
         kept = [m for m in quantized if m not in self._loose]
         self._written += chain.from_iterable(_versioned(m.param) for m in kept)
         written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
-        self._scales_of_others = ScaleWriteback(written) if written else None
+        self._scales_of_others = ScaleWriteback(written)
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self.counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]

@@ -101,11 +101,10 @@ class Target:
             a salt of its own, so that parameters of one shape are rounded independently.
         quantized_after_step: True if it is quantized after all values have been updated, instead of
             by the launch that updates it.
-        new_master: The FP32 value between the two, and the update that it comes from, where the
-            weight itself is decoded.
+        new_master: The FP32 value between the two, where the weight itself is decoded.
     """
 
-    new_master: tuple[Tensor, int] | None = None
+    new_master: Tensor | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
@@ -250,38 +249,36 @@ class Target:
             self.write(value)
         self.master.store(state, value)
 
-    def hold_master(self, master: Tensor, step: int) -> None:
+    def hold_master(self, master: Tensor) -> None:
         """Keep an FP32 value until its codes are written; rounded to them without a master."""
         if self._starts_from_codes:
-            self.new_master = master, step
+            self.new_master = master
         if self.master.codec is CODES:
-            round_to_codes_(master, self._dither_of_master(master, step))
+            round_to_codes_(master, self._dither_of_master(master))
 
     def settle_master(self) -> None:
         """Store the remainder of a master that was just quantized."""
-        if self.new_master is None:
-            return
-        (master, step), self.new_master = self.new_master, None
-        if self.master.codec is INT8:
-            remainder = split_off(self.param, master, self._dither_of_master(master, step))
+        master, self.new_master = self.new_master, None
+        if master is not None and self.master.codec is INT8:
+            remainder = split_off(self.param, master, self._dither_of_master(master))
             self.tensors[MASTER].copy_(remainder)
 
-    def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
+    def _dither_of_master(self, master: Tensor) -> Tensor:
+        step = int(self.state["step"])  # which has been counted
         bits = dither_bits(self.dither_start, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
     # Its step by torch operators
 
     def _stored_value(self) -> StateTensor:
-        codec = self.master.codec
-        if self.new_master is not None:
-            return StateTensor(PLAIN, self.new_master[0], None)
-        if codec is INT8:
-            return StateTensor(PLAIN, self.master.read(self.tensors), None)
-        if codec is CODES:
-            return StateTensor(PLAIN, self.param.dequantize(torch.float32), None)
+        if self._starts_from_codes:
+            value = (
+                self.new_master if self.new_master is not None else self.master.read(self.tensors)
+            )
+            value = self.param.dequantize(torch.float32) if value is None else value
+            return StateTensor(PLAIN, value, None)
         scales = self.state_scales[0] if self.remainder is None else self.remainder
-        return StateTensor(codec, self.stepped, scales)
+        return StateTensor(self.master.codec, self.stepped, scales)
 
     def whole_value(self) -> Tensor:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
@@ -307,7 +304,7 @@ class Target:
             for each, x, bits in zip(stored, numbers, dither, strict=True):
                 each.replace(x, bits)
         if self._is_written and self.updates:
-            self.hold_master(value.codes, scalars.dither_step)
+            self.hold_master(value.codes)
             if not self.quantized_after_step:
                 self.write(value.decode())
                 self.settle_master()
@@ -472,10 +469,8 @@ class BorrowedTarget(Target):
         return self.borrowed.is_of(master.to(self.write_dtype))
 
     def write(self, master: Tensor) -> None:
-        scales = ScaleWriteback([self.borrowed])
-        scales.read()
-        self.param.quantize_(master.to(self.write_dtype))
-        scales()
+        with ScaleWriteback([self.borrowed]):
+            self.param.quantize_(master.to(self.write_dtype))
         torch.autograd.graph.increment_version([self.borrowed.source])
 
     def free_initial_value(self, updates: bool = True) -> None:

@@ -176,11 +176,11 @@ RESTARTS: dict[str, tuple[Callable, list[str]]] = {
     "none": (lambda saved, params: None, ["", "", ""]),
     "another model": (
         another_model,
-        ["2 of its masters do not belong", "masters of 2 weights restart", ""],
+        ["2 weights restart from the weights, which are not", "2 weights restart", ""],
     ),
     "a frozen layer": (
         lambda saved, params: saved["state"].pop(0),
-        ["it has no masters for 1 quantized weights", "", ""],
+        ["1 weights restart from the weights, which the loaded", "", ""],
     ),
 }
 
