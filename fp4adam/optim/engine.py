@@ -5,7 +5,6 @@ gradient release there is one for each parameter or scale group besides, with of
 for each chunk; they share parameters, options and states.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from operator import is_
@@ -250,12 +249,9 @@ class Engine:
         members = [self.targets[param] for _, param in pairs]
         stale = find_restarting(members, self.states)
         for (group, param), member in zip(pairs, members, strict=True):
-            device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
             # In one assignment, so that an interrupt leaves either the old state or the new one.
-            self.states[param] = state = member.completed(
-                old, group["amsgrad"], member in stale, device
-            )
+            self.states[param] = state = member.completed(old, group["amsgrad"], member in stale)
             member.free_initial_value(self.updates(group))
             member.record()  # if no kernel can be compiled, the next step goes on with this master
             member.bind(group, state, param in moving, self.targets.places.get(param, 0))
@@ -332,11 +328,9 @@ class Engine:
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """``torch.nn.utils.get_total_norm`` as a plain tensor, of DTensors on any meshes."""
-    by_mesh = defaultdict(list)
-    for grad in grads:
-        by_mesh[grad.device_mesh if is_dtensor(grad) else None].append(grad)
+    by_mesh = together(grads, lambda grad: grad.device_mesh if is_dtensor(grad) else None)
     how = norm_type, error_if_nonfinite
-    norms = [get_total_norm(alike, *how) for alike in by_mesh.values()]
+    norms = [get_total_norm(alike, *how) for alike in by_mesh]
     norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else get_total_norm(norms, *how)
 

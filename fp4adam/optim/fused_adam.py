@@ -129,7 +129,7 @@ class FusedAdam(Optimizer):
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
             bias_correction=bias_correction, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
-            adam_w_mode=adam_w_mode, decoupled_weight_decay=decoupled_weight_decay,
+            decoupled_weight_decay=_decouples(adam_w_mode, decoupled_weight_decay),
         )  # fmt: skip
         options = dict(
             name=type(self).__name__, capturable=capturable, master_weights=master_weights,
@@ -138,8 +138,6 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad, offload_states=offload_states,
             quantize_from=quantize_from, set_grad_none=set_grad_none,
         )  # fmt: skip
-        _join_flags(defaults)
-        defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
@@ -208,16 +206,15 @@ class FusedAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; nothing has changed if it raises."""
-        if isinstance(param_group, dict):
-            _join_flags(param_group)
-            checks.check_group_names(self._targets.options, param_group)
-            self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:
             super().add_param_group(param_group)
-            for param in self.param_groups[-1]["params"]:
+            group = self.param_groups[-1]
+            checks.check_group_names(self._targets.options, group)
+            self._check_options(group)
+            for param in group["params"]:
                 checks.check_param(self._targets.options, param)
-            self._targets.meet(self.param_groups[-1]["params"])
+            self._targets.meet(group["params"])
             _join_scale_groups(self.param_groups, self.scale_groups)
         except BaseException:
             del self.param_groups[count:]
@@ -472,21 +469,14 @@ class FusedAdam(Optimizer):
         self._engine.reset_masters(params)
 
 
-def _join_flags(group: dict[str, Any]) -> None:
-    """Keep one of ``adam_w_mode`` and ``decoupled_weight_decay``, Transformer Engine's and torch's
-    names of one flag: the latter, which tells AdamW from Adam in a checkpoint of torch.optim.
-    """
-    names = ("adam_w_mode", "decoupled_weight_decay")
-    given = {group[name] for name in names if group.get(name) is not None}
+def _decouples(adam_w_mode: bool | None, decoupled_weight_decay: bool | None) -> bool:
+    given = {adam_w_mode, decoupled_weight_decay} - {None}
     if len(given) > 1:
         raise ValueError(
             "adam_w_mode and decoupled_weight_decay must be equal, as they are two names of one "
-            f"flag, got {group[names[0]]} and {group[names[1]]}; leave one out"
+            f"flag, got {adam_w_mode} and {decoupled_weight_decay}; leave one out"
         )
-    for name in names:
-        group.pop(name, None)
-    if given:
-        group["decoupled_weight_decay"] = given.pop()
+    return given.pop() if given else True
 
 
 def _join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups | None) -> None:

@@ -99,11 +99,8 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.key.write_dtype is not None:
             written = (param, None, None, None, None)
-        extra, *scales = member.state_scales
-        if member.remainder is not None:
-            extra = member.remainder
         first = map(_address, (member.stepped, *moments, *written))
-        rest = map(_address, (extra, *scales, *others))
+        rest = map(_address, (*member.state_scales, *others))
         return [0, 0, *first, *shape, *rest, member.dither_start]
 
 

@@ -111,9 +111,7 @@ class OffloadedEngine(Engine):
         except BaseException:
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
-        self.states |= {param: _others(state) for param, state in new.items()}
-        for (param, name), value in chunk.host.items():
-            self.states[param][name] = value
+        self.states |= {param: {**state, **chunk.host[param]} for param, state in new.items()}
         self._let_go(part)
 
     def _let_go(self, part: Engine) -> None:
@@ -195,17 +193,17 @@ def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _marks(entries: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str], tuple]:
+def _marks(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], tuple]:
     return {
         key: (id(value), local(value).data_ptr(), value._version, local(value)._version)
-        for key, value in entries.items()
+        for key, value in _entries(states).items()
     }
 
 
 class _Chunk:
     """The states of some parameters in one block of pinned memory.
 
-    ``host``: The states there, by parameter and name. ``number``: The buffer of the link that it
+    ``host``: The states there, by parameter. ``number``: The buffer of the link that it
     moves to. ``staged_block``: Its bytes in the buffer, uint8.
     """
 
@@ -218,20 +216,20 @@ class _Chunk:
         self.number = link.next_number(self.nbytes)
         memory = _pinned(link, self.nbytes, self)
         self.block = _tensor(memory, 0, self.nbytes, torch.uint8)
-        self.host: dict[tuple[Tensor, str], Tensor] = {}
-        for start, (key, value) in zip(self._starts, values.items(), strict=True):
+        self.host: dict[Tensor, State] = {param: {} for param in states}
+        for start, ((param, name), value) in zip(self._starts, values.items(), strict=True):
             own = local(value)
             own = own if is_dense(own) else own.contiguous()
             # A storage of its own, so that saving or copying it does not take the block.
             host = _tensor(memory, start, own.nbytes, own.dtype)
             host = host.as_strided(own.shape, own.stride()).copy_(own)
-            self.host[key] = _like(key[0], value, host)
+            self.host[param][name] = _like(param, value, host)
         self._known = _marks(self.host)
         self.leave_buffer()
 
     def holds(self, states: dict[Tensor, State]) -> bool:
         """True if states have the tensors on the host, unwritten by others, and no others."""
-        return _marks(_entries(states)) == self._known
+        return _marks(states) == self._known
 
     def staged(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
         """The states as views of the buffer; the same objects as at the last step."""
@@ -241,7 +239,8 @@ class _Chunk:
             buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
             self._staged = {param: {} for param in states}
-            for start, ((param, name), value) in zip(self._starts, self.host.items(), strict=True):
+            entries = _entries(self.host).items()
+            for start, ((param, name), value) in zip(self._starts, entries, strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())

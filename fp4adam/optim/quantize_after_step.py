@@ -5,8 +5,7 @@ tensors are quantized after the step: update the values, measure and exchange th
 the codes.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 
 import torch
@@ -43,15 +42,14 @@ class QuantizeAfterStep:
         self._read_grad = read_grad
         later = [member for member in members if member.quantized_after_step]
         self._scale_groups = together(member for member in later if not member.shards)
-        shards: dict[Hashable, list[Target]] = defaultdict(list)
-        for member in later:
-            if member.shards:
-                # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
-                is_wide = member.master.codec.exact
-                shards[member.param.device if is_wide else member.owner].append(member)
+        # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
+        shards = together(
+            (member for member in later if member.shards),
+            lambda member: member.param.device if member.master.codec.exact else member.owner,
+        )
         self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
-        for alike in shards.values():
+        for alike in shards:
             one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
             self._casts.append((one, alike))
             amaxes.update(zip((m.owner for m in alike), one.exchanged, strict=True))

@@ -21,7 +21,7 @@ from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, find_stale, warn_of_restarts
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
-from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.state_codec import FLOAT32, INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 from fp4adam.optim.target import State, Target, is_own_master, together
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -231,11 +231,9 @@ def _moments(member: Target, saved: State) -> State:
     owner, param = member.owner, member.param
     saved, state = _local_part(owner, saved), {}
     for name in STATE_NAMES[:-1]:
-        if name in saved and name in member.codecs:
-            given = StateTensor.of_saved(saved, name)
-            restored(given, member.codecs[name], param).store(state, name, owner)
-        elif name in saved:
-            state[name] = like(owner, state_like(param).copy_(saved[name]))
+        if name in saved:
+            codec = member.codecs.get(name, FLOAT32)  # the maximum is never narrow
+            restored(StateTensor.of_saved(saved, name), codec, param).store(state, name, owner)
     return state
 
 

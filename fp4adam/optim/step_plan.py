@@ -30,11 +30,8 @@ from fp4adam.tensors.fingerprint import Column, Fingerprint
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
-# How to read the tensors whose versions cover a quantized tensor, or a shard of one.
+# How to read the tensors whose versions cover a quantized tensor.
 _versioned = attrgetter("_shared.tensors.versioned")
-_local_versioned = attrgetter("_local_tensor._shared.tensors.versioned")
-_counter = attrgetter("_shared.tensors.counter")
-_local_counter = attrgetter("_local_tensor._shared.tensors.counter")
 
 
 class StepPlan:
@@ -65,17 +62,15 @@ class StepPlan:
                 launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
-        by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
-        for key, alike in launched.items():
-            group = LaunchGroup(key, alike, read_grad, options.use_decoupled_grad)
-            by_device[key.device].append(group)
+        varies = options.use_decoupled_grad
+        groups = [LaunchGroup(key, each, read_grad, varies) for key, each in launched.items()]
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
         n_hyper = len(hyper_groups(members)) if capturable else 0
         self._parts = [
-            (make_launches(device, groups, len(members), n_hyper), groups)
-            for device, groups in by_device.items()
+            (make_launches(alike[0].key.device, alike, len(members), n_hyper), alike)
+            for alike in together(groups, attrgetter("key.device"))
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
         self.members = [m for group in self._groups for m in group.members] + self._by_operators
@@ -240,8 +235,8 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
             columns.append(column)
         own = [m for m in here if not m.borrowed]
         quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
-        counter = _local_counter if sharded else _counter
-        versioned = _local_versioned if sharded else _versioned
+        storage = "_local_tensor._shared.tensors." if sharded else "_shared.tensors."
+        counter, versioned = attrgetter(storage + "counter"), attrgetter(storage + "versioned")
         # A counter belongs to one storage and holds no memory.
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)

@@ -94,7 +94,8 @@ class Target:
     Attributes:
         state, tensors: Its state, and this rank's part of that.
         stepped: The tensor that Adam updates: the master, or the parameter itself.
-        state_scales: The scales of the value and the two moments; None where a codec has none.
+        state_scales: The scales of the value and the two moments, or the value's remainder; None
+            where a codec has none.
         updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
         dither_start: Index of its first element for the dither: in the flattened parameter, after
@@ -142,10 +143,11 @@ class Target:
         self.dither_start = (first + place * _SALT) % 2**32
         tensors, name = self.tensors, self.master.name
         self.stepped = tensors[MASTER] if name == MASTER else self.param
-        self.remainder = tensors[REST] if name == REST else None
         self.max_exp_avg_sq = tensors["max_exp_avg_sq"] if group["amsgrad"] else None
         pairs = zip(_SCALED, self.step_codecs, strict=True)
         scales = [SCALES[state] if codec.scaled else None for state, codec in pairs]
+        if name == REST:
+            name, scales[0] = None, REST
         self.state_scales = tuple(scale and tensors[scale] for scale in scales)
         largest = "max_exp_avg_sq" if group["amsgrad"] else None
         self.state_names = tuple(filter(None, ("exp_avg", "exp_avg_sq", largest, name, *scales)))
@@ -156,7 +158,7 @@ class Target:
         self.state: State = {}
         self.tensors: State = {}
         self.stepped, self.state_scales = self.param, ()
-        self.max_exp_avg_sq = self.remainder = None
+        self.max_exp_avg_sq = None
 
     @property
     def scales(self) -> Hashable:
@@ -214,18 +216,14 @@ class Target:
         codecs += [self.codecs["exp_avg_sq"]] * amsgrad
         return sum(codec.nbytes(self.param.numel()) for codec in codecs)
 
-    def completed(
-        self, state: State, amsgrad: bool, restart: bool, device: torch.device | None = None
-    ) -> State:
+    def completed(self, state: State, amsgrad: bool, restart: bool) -> State:
         """A new state with all that a step needs; what is missing is made.
 
-        ``restart``: Whether the master restarts from the parameter. ``device``: What counts steps.
+        ``restart``: Whether the master restarts from the parameter.
         """
-        state = dict(state)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device or "cpu")
-        elif device is not None:
-            state["step"] = state["step"].to(device, torch.float32).reshape(())
+        state, device = dict(state), self.param.device if self.options.capturable else "cpu"
+        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=device)
+        state["step"] = step.reshape(())
         for name, codec in self.codecs.items():
             if name not in state:
                 zeros = StateTensor(codec, *codec.zeros_like(self.param))
@@ -277,8 +275,7 @@ class Target:
             )
             value = self.param.dequantize(torch.float32) if value is None else value
             return StateTensor(PLAIN, value, None)
-        scales = self.state_scales[0] if self.remainder is None else self.remainder
-        return StateTensor(self.master.codec, self.stepped, scales)
+        return StateTensor(self.master.codec, self.stepped, self.state_scales[0])
 
     def whole_value(self) -> Tensor:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
@@ -334,7 +331,8 @@ class Target:
         if self.group["fused"] is False or not backend.uses_kernels(param.device):
             return False
         tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
-        tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
+        remainder = self.state_scales[0] if self.master.name == REST else None
+        tensors += [t for t in (grad, self.max_exp_avg_sq, remainder) if t is not None]
         scales = [t for t in self.state_scales if t is not None]
         is_quantized = isinstance(param, QuantizedTensor)
         quantized = is_quantized and not self.quantized_after_step
@@ -534,11 +532,11 @@ class Targets:
         return read
 
 
-def together(members: Iterable[Any], scales: Callable = attrgetter("scales")) -> list[list]:
-    """Targets by the scales that they share; parameters with :func:`scales_of`."""
+def together(each: Iterable[Any], key: Callable = attrgetter("scales")) -> list[list]:
+    """Items by a key: targets by the scales that they share, parameters with :func:`scales_of`."""
     found: dict[Hashable, list] = defaultdict(list)
-    for member in members:
-        found[scales(member)].append(member)
+    for one in each:
+        found[key(one)].append(one)
     return [*found.values()]
 
 

@@ -69,7 +69,7 @@ def test_quantized_training_continues_from_adamw(quantizer: Quantizer, torch_cla
 L2 = dict(decoupled_weight_decay=False)
 
 
-@pytest.mark.parametrize("of_group", [{}, dict(adam_w_mode=False), L2])
+@pytest.mark.parametrize("of_group", [{}, L2])
 def test_decay_that_is_added_to_gradients_goes_on_in_adam(of_group) -> None:
     params, options = [Parameter(randn(6))], dict(lr=0.1, weight_decay=0.5)
     ours = FP4Adam([{"params": params, **of_group}], **options, **({} if of_group else L2))
