@@ -170,10 +170,6 @@ class FusedAdam(Optimizer):
         return self._whole
 
     @property
-    def _is_releasing(self) -> bool:
-        return self._release is not None and self._release.is_enabled
-
-    @property
     def state(self) -> dict[Any, Any]:
         """State per parameter, as in ``torch.optim.Optimizer``; of ``FusedAdam`` a view of it.
 
@@ -219,7 +215,7 @@ class FusedAdam(Optimizer):
         except BaseException:
             del self.param_groups[count:]
             raise
-        if self._is_releasing:
+        if self._release is not None:
             self._release.attach(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,7 +278,7 @@ class FusedAdam(Optimizer):
     @torch._disable_dynamo
     def _step(self) -> None:
         engine, options = self._stepped, self._targets.options
-        if self._is_releasing:
+        if self._release is not None:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
             return self._sync_steps(engine)
@@ -321,7 +317,7 @@ class FusedAdam(Optimizer):
             set_to_none = default is None or default
         super().zero_grad(set_to_none)
         self._whole.clipping = None
-        if self._is_releasing:
+        if self._release is not None:
             self._release.drop_gradients()
         if self.use_decoupled_grad:
             for param in self._stepped.params:
@@ -349,7 +345,7 @@ class FusedAdam(Optimizer):
             ValueError: If an argument is out of range.
             RuntimeError: With gradient release; while a CUDA graph is captured.
         """
-        if self._is_releasing:
+        if self._release is not None:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; leave clipping out, or remove() the handle"

@@ -46,7 +46,6 @@ class GradientRelease:
         self._hooks: list[RemovableHandle] = []
         self._arrived: set[Tensor] = set()
         self._released: set[Tensor] = set()
-        self.is_enabled = True
         self.attach(engine)
 
     # What users call
@@ -68,10 +67,11 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self.drop_gradients()
-        # A handle that is kept keeps no parameters alive.
-        self._hooks, self.is_enabled = [], False
-        if (optimizer := self._optimizer()) is not None:
+        self._hooks = []  # a handle that is kept keeps no parameters alive
+        if _is_in_use(self):
+            optimizer = self._optimizer()
             optimizer._stepped.forget()
+            optimizer._release = None
 
     # What the optimizer calls
 
@@ -174,7 +174,8 @@ class GradientRelease:
 
 
 def _is_in_use(release: GradientRelease | None) -> bool:
-    return release is not None and release.is_enabled and release._optimizer() is not None
+    optimizer = None if release is None else release._optimizer()
+    return optimizer is not None and optimizer._release is release
 
 
 def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:

@@ -62,8 +62,7 @@ class StepPlan:
                 launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
-        varies = options.use_decoupled_grad
-        groups = [LaunchGroup(key, each, read_grad, varies) for key, each in launched.items()]
+        groups = [LaunchGroup(key, alike, read_grad) for key, alike in launched.items()]
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
@@ -216,23 +215,17 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
     the next step continues from whatever it holds.
     """
-    columns: list[Column] = []
-    marked: dict[int, list[Target]] = {}  # by column
+    columns: list[tuple[Column, list[Target]]] = []  # with those whose marks follow it
 
     def add(own: list[Target], marks: bool = True, **how: Any) -> None:
-        if marks:
-            marked[len(columns)] = own
-        columns.append(Column([m.owner for m in own], versioned=marks, **how))
+        column = Column([m.owner for m in own], versioned=marks, **how)
+        columns.append((column, own if marks else []))
 
-    by_sharding: dict[bool, list[Target]] = defaultdict(list)
-    for m in members:
-        by_sharding[is_dtensor(m.owner)].append(m)
-    for sharded, here in by_sharding.items():
+    for here in together(members, lambda m: is_dtensor(m.owner)):
+        sharded = is_dtensor(here[0].owner)
         borrowed = [m for m in here if m.borrowed]
         for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
-            if column.versioned:
-                marked[len(columns)] = [borrowed[i] for i in which]
-            columns.append(column)
+            columns.append((column, [borrowed[i] for i in which if column.versioned]))
         own = [m for m in here if not m.borrowed]
         quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
         storage = "_local_tensor._shared.tensors." if sharded else "_shared.tensors."
@@ -248,11 +241,10 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
             add(noted)
         add(noted, read=_local if sharded else None, placed=True)
         add(others, False, read=_local if sharded else None, placed=True)
-    fingerprint = Fingerprint(columns)
+    fingerprint = Fingerprint(column for column, _ in columns)
     indices: dict[Target, list[int]] = defaultdict(list)
-    spans = fingerprint.spans()
-    for i, own in marked.items():
-        for member, span in zip(own, spans[i], strict=True):
+    for (_, own), spans in zip(columns, fingerprint.spans(), strict=True):
+        for member, span in zip(own, spans, strict=True):
             indices[member] += span
     for member, found in indices.items():
         member.mark.follow(fingerprint.versions, found)
@@ -260,13 +252,11 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
 
 
 def _states(members: Sequence[Target], bounded: list[Tensor]) -> Fingerprint:
-    alike: dict[tuple, list[dict]] = defaultdict(list)
-    for m in members:
-        alike[is_dtensor(m.owner), ("step", *m.state_names)].append(m.state)
-    columns = [
-        Column(states, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
-        for (sharded, names), states in alike.items()
-    ]
+    columns = []
+    for alike in together(members, lambda m: (is_dtensor(m.owner), m.state_names)):
+        read = itemgetter("step", *alike[0].state_names)
+        then = local if is_dtensor(alike[0].owner) else None
+        columns.append(Column([m.state for m in alike], read, True, then, same=True, placed=True))
     return Fingerprint([*columns, Column(bounded, versioned=True)])  # kernels raise no versions
 
 
@@ -275,12 +265,8 @@ def _ratio(member: Target) -> float:
 
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
     """
-    step = member.state["step"].item()
-    previews = (
-        isinstance(member.param, QuantizedTensor)
-        and member.param.quantizer.layout.tensor_scale == "current"
-    )
-    if step == 0 or not (member.shards and previews) or member.quantized_after_step:
+    step, shares = member.state["step"].item(), member.shards and not member.quantized_after_step
+    if step == 0 or not shares or member.param.quantizer.layout.tensor_scale != "current":
         return ratio_after(step, adam_scalars(member.group, 1))
     _, exp_avg, exp_avg_sq = member.step_codecs
     if not (exp_avg.exact and exp_avg_sq.exact):
