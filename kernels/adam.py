@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,16 +65,11 @@ class Variant(NamedTuple):
         return self.value_codec, self.exp_avg_codec, self.exp_avg_sq_codec
 
 
-def step_variant(
-    *,
-    grad_dtype: torch.dtype,
-    value_dtype: torch.dtype | None,
-    write_dtype: torch.dtype | None,
-    **others: Any,
-) -> Variant:
-    """A :class:`Variant` from torch dtypes."""
-    dtypes = (None if d is None else TRITON_DTYPES[d] for d in (value_dtype, write_dtype))
-    return Variant(TRITON_DTYPES[grad_dtype], *dtypes, **others)
+def step_variant(key: Any) -> Variant:
+    """The :class:`Variant` of a launch, for the ``LaunchKey`` of an optimizer."""
+    dtypes = key.grad_dtype, key.value_dtype if key.quantizer is None else None, key.write_dtype
+    found = (None if dtype is None else TRITON_DTYPES[dtype] for dtype in dtypes)
+    return Variant(*found, *(codec.name for codec in key.codecs), key.adam_w, key.amsgrad)
 
 
 class Scalars(NamedTuple):

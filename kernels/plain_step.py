@@ -165,4 +165,4 @@ def updated_before(
 def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """One pass over plain tensors; arguments as for ``adam.StepLaunch``."""
     shapes, _, table, scalars = tensors
-    return adam.StepLaunch(update(table, scalars, shapes, key.variant()))
+    return adam.StepLaunch(update(table, scalars, shapes, adam.step_variant(key)))

@@ -477,7 +477,7 @@ def tiles_of(
 def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     """The step of quantized tensors; arguments as for ``adam.StepLaunch``."""
     shapes, slots, table, scalars = tensors
-    layout, variant = key.quantizer.layout, key.variant()
+    layout, variant = key.quantizer.layout, adam.step_variant(key)
     amax = {"current": "preview", "delayed": "history", None: ""}[layout.tensor_scale]
     F = format_of(layout, key.write_dtype, swizzled=layout.has_gemm_scales, tensor_amax=amax)
     epsilon = layout.scale_rule.amax_epsilon

@@ -29,7 +29,7 @@ from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.formats.scale_groups import fused_layer
 from fp4adam.nn.candidates import check_module
 from fp4adam.optim.fused_adam import FusedAdam
-from fp4adam.optim.state_dict import current_masters
+from fp4adam.optim.state_dict import current_master
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import check_dtype
 from fp4adam.tensors.rows import is_whole_blocks
@@ -160,12 +160,12 @@ def export_masters(
     spans = spans_of(model, weights)
     # Masters, or values where others have written them.
     is_ours = isinstance(optimizer, FusedAdam)
-    master_of = current_masters(optimizer._engine) if is_ours else lambda weight: None
     parameters = set(model.parameters())
 
     def entries() -> Iterator[Entry]:
         for name, weight in weights.items():
-            own, master = local(weight), master_of(weight)
+            own = local(weight)
+            master = current_master(optimizer._engine, weight) if is_ours else None
             if master is not None:
                 source = master
             elif isinstance(own, QuantizedTensor):

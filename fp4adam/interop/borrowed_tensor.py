@@ -279,7 +279,7 @@ class ScaleWriteback:
     """Copies scales from the kernels' buffers back to the source tensors.
 
     With delayed scaling, the source says what its next scale is. So call :meth:`read` before the
-    tensors are written, and the object itself afterwards.
+    tensors are written, and the object itself afterwards; or write in a ``with`` block.
     """
 
     def __init__(self, borrowed: Sequence[BorrowedTensor]) -> None:
@@ -305,6 +305,13 @@ class ScaleWriteback:
             histories = [one.tensor._amax_history for one in members]
             torch._foreach_zero_(histories)
             torch._foreach_copy_([history[:1] for history in histories], [*amaxes.split(1)])
+
+    def __enter__(self) -> None:
+        self.read()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self()
 
     def __call__(self) -> None:
         """Make all copies."""

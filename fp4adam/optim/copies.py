@@ -57,11 +57,9 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         targets = [borrow(copy) if is_foreign(copy) else copy for copy in copies]
         borrowed = [each for each in targets if isinstance(each, BorrowedTensor)]
         tensors = [each.tensor if isinstance(each, BorrowedTensor) else each for each in targets]
-        scales_of_others = ScaleWriteback(borrowed)
-        scales_of_others.read()
-        for tensor, of_one in zip(tensors, parts, strict=True):
-            tensor.quantize_(of_one[0] if len(of_one) == 1 else torch.cat(of_one))
-        scales_of_others()
+        with ScaleWriteback(borrowed):
+            for tensor, of_one in zip(tensors, parts, strict=True):
+                tensor.quantize_(of_one[0] if len(of_one) == 1 else torch.cat(of_one))
         torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
 
 

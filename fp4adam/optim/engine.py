@@ -5,8 +5,7 @@ gradient release there is one for each parameter or scale group besides, with of
 for each chunk; they share parameters, options and states.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from fp4adam.optim.hyper_parameters import check_numbers
 from fp4adam.optim.master_weights import find_restarting
 from fp4adam.optim.masters import ENTRIES
 from fp4adam.optim.step_plan import StepPlan
-from fp4adam.optim.target import State, Targets, scales_of
+from fp4adam.optim.target import State, Targets, scales_of, together
 from fp4adam.tensors import backend
 
 
@@ -93,37 +92,32 @@ class Engine:
         self.plan: StepPlan | None = None
         # Groups, parameters, states, structure and sharded weights of the plan.
         self._planned: tuple[list, ...] = ()
+        self.parts: dict[Tensor, Engine] = {}  # by parameter; see divide
+        self._divided: list = []
 
-    def parts(self, divided: Iterable[Sequence[Tensor]]) -> list["Engine"]:
-        """Engines for some of the parameters each: all members of a scale group, or none."""
-        group_of, parts = self._group_of(), []
-        for params in divided:
+    def divide(self, join: Callable[[list[list[Tensor]]], list[list[Tensor]]] = list) -> None:
+        """Make ``parts``: an engine per scale group or other parameter, or for what is joined.
+
+        They are kept as long as parameters, their groups, scales and devices are.
+        """
+        members = [
+            (id(g), id(p), id(scales_of(p)), local(p).device) for g, ps in self.groups for p in ps
+        ]
+        if members == self._divided:
+            return
+        self.targets.keep_only(self.params)
+        self._divided, self.parts, group_of = members, {}, self._group_of()
+        for params in join(together(self.params, scales_of)):
             own: dict[int, Group] = {}
             for param in params:
                 group = group_of[param]
                 own.setdefault(id(group), Group(group, [])).params.append(param)
             part = Engine(self.targets, [*own.values()], self.states)
             part.is_part = True
-            parts.append(part)
-        return parts
+            self.parts |= dict.fromkeys(params, part)
 
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
         return {param: group for group, params in self.groups for param in params}
-
-    def together(self) -> list[list[Tensor]]:
-        """The parameters by the scales that they share."""
-        found: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for param in self.params:
-            found[scales_of(param)].append(param)
-        return [*found.values()]
-
-    def membership(self) -> list:
-        """What parts are made for; different if parameters, their groups, scales or devices are."""
-        return [
-            (id(group), id(param), id(scales_of(param)), local(param).device)
-            for group, params in self.groups
-            for param in params
-        ]
 
     @property
     def params(self) -> list[Tensor]:
@@ -144,15 +138,16 @@ class Engine:
     # What engines with offloaded states do in another way
 
     def forget(self) -> None:
-        """Drop the plan and its counts, after states have been loaded."""
+        """Drop plan, counts and parts, after states have been loaded."""
         self.plan, self._planned = None, ()
+        self.parts, self._divided = {}, []
 
     def placed(self, param: Tensor, state: State) -> State:
         """A state that has just been made, where states are kept."""
         return state
 
     def step_part(self, part: "Engine", signals: Signals) -> None:
-        """Step an engine that :meth:`parts` made."""
+        """Step one of the ``parts``."""
         part.step(signals)
 
     def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -235,6 +230,8 @@ class Engine:
 
     def drop_plan(self) -> None:
         self.settle()
+        for member in self.plan.members if self.plan is not None else ():
+            member.unbind()
         # Lists that would keep parameters alive.
         self.plan, self._planned = None, ()
 
@@ -252,12 +249,9 @@ class Engine:
         members = [self.targets[param] for _, param in pairs]
         stale = find_restarting(members, self.states)
         for (group, param), member in zip(pairs, members, strict=True):
-            device = member.param.device if options.capturable else None
             old = self.states.get(param, {})
             # In one assignment, so that an interrupt leaves either the old state or the new one.
-            self.states[param] = state = member.completed(
-                old, group["amsgrad"], member in stale, device
-            )
+            self.states[param] = state = member.completed(old, group["amsgrad"], member in stale)
             member.free_initial_value(self.updates(group))
             member.record()  # if no kernel can be compiled, the next step goes on with this master
             member.bind(group, state, param in moving, self.targets.places.get(param, 0))
@@ -275,20 +269,18 @@ class Engine:
         options, params = self.targets.options, self.params
         name, read_grad = options.name, self.targets.grad_reader(params)
         for group, _ in self.groups:
-            checks.check_options(options, group["amsgrad"])
+            checks.check_options(options, group.get("amsgrad", False))
         checks.check_distinct(params)
         for param in params:
             grad = read_grad(param)
             if grad is not None:
                 checks.check_gradient(name, param, grad)
-                self.check_state(param)
-                if options.capturable and not _fits_kernels(local(param), grad):
-                    checks.check_capturable(local(param), grad)
+                self._check_state(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
         group_of = self._group_of()
         stepped: set[Tensor] = set()
         moving: set[Tensor] = set()
-        for members in self.together():
+        for members in together(self.params, scales_of):
             if any(read_grad(p) is not None or self._is_in_training(p) for p in members):
                 stepped.update(members)
                 scales = scales_of(members[0])
@@ -296,55 +288,51 @@ class Engine:
                     checks.check_scale_group(members, scales)
                     for param in members:
                         checks.check_steppable(name, param)
-                        self.check_state(param)
+                        self._check_state(param)
             if any(self.updates(group_of[param]) for param in members):
                 moving.update(members)
         return stepped, moving
 
-    def check_state(self, param: Tensor) -> None:
-        """Raise if the state of a parameter does not fit it."""
-        options, state = self.targets.options, self.states.get(param, {})
-        checks.check_state(param, state, options, self.on_host)
+    def _check_state(self, param: Tensor) -> None:
+        state = self.states.get(param, {})
+        checks.check_state(param, state, self.targets.options, self.on_host)
 
     def _is_in_training(self, param: Tensor) -> bool:
         if not {"step", "exp_avg", "exp_avg_sq"} <= self.states.get(param, {}).keys():
             return False
         try:
             checks.check_steppable(self.targets.options.name, param)
-            self.check_state(param)
+            self._check_state(param)
         except (RuntimeError, TypeError, NotImplementedError):
             return False  # the error is raised once the parameter has a gradient
         return True
 
     # Masters
 
-    def reset_masters(self, params: Sequence[Tensor]) -> None:
-        settle_written(sharded_weights(params))
-        for member in [self.targets[param] for param in params]:
-            state, master = self.states.get(member.owner, {}), {}
-            if member.master.name and state.keys() & {*ENTRIES}:
-                member.master.store(master, member.value())
-                for name in ENTRIES:
-                    state.pop(name, None)
-                state.update(self.placed(member.owner, master))
-                member.free_initial_value()
-                member.record()
+    @torch.no_grad()
+    def reset_masters(self, chosen: Iterable[Tensor] | None) -> None:
+        params = self.params if chosen is None else [*chosen]
+        checks.check_known(params, self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            settle_written(sharded_weights(params))
+            for member in [self.targets[param] for param in params]:
+                state, master = self.states.get(member.owner, {}), {}
+                if member.master.name and state.keys() & {*ENTRIES}:
+                    member.master.store(master, member.value())
+                    for name in ENTRIES:
+                        state.pop(name, None)
+                    state.update(self.placed(member.owner, master))
+                    member.free_initial_value()
+                    member.record()
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """``torch.nn.utils.get_total_norm`` as a plain tensor, of DTensors on any meshes."""
-    by_mesh = defaultdict(list)
-    for grad in grads:
-        by_mesh[grad.device_mesh if is_dtensor(grad) else None].append(grad)
+    by_mesh = together(grads, lambda grad: grad.device_mesh if is_dtensor(grad) else None)
     how = norm_type, error_if_nonfinite
-    norms = [get_total_norm(alike, *how) for alike in by_mesh.values()]
+    norms = [get_total_norm(alike, *how) for alike in by_mesh]
     norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else get_total_norm(norms, *how)
-
-
-def _fits_kernels(param: Tensor, grad: Tensor) -> bool:
-    alike = param.stride() == grad.stride() or param.is_contiguous() and grad.is_contiguous()
-    return alike and param.dtype != torch.float64 and backend.uses_kernels(param.device)
 
 
 def _are_same(actual: Iterable, expected: Sequence) -> bool:

@@ -129,7 +129,7 @@ class FusedAdam(Optimizer):
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
             bias_correction=bias_correction, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
-            adam_w_mode=adam_w_mode, decoupled_weight_decay=decoupled_weight_decay,
+            decoupled_weight_decay=_decouples(adam_w_mode, decoupled_weight_decay),
         )  # fmt: skip
         options = dict(
             name=type(self).__name__, capturable=capturable, master_weights=master_weights,
@@ -138,8 +138,6 @@ class FusedAdam(Optimizer):
             use_decoupled_grad=use_decoupled_grad, offload_states=offload_states,
             quantize_from=quantize_from, set_grad_none=set_grad_none,
         )  # fmt: skip
-        _join_flags(defaults)
-        defaults.setdefault("decoupled_weight_decay", True)
         self._set_up(Options.of(states, options))
         self._check_options(defaults)
         if isinstance(betas[0], Tensor):
@@ -170,10 +168,6 @@ class FusedAdam(Optimizer):
     def _stepped(self) -> Engine:
         self._whole.groups = [Group(group, group["params"]) for group in self.param_groups]
         return self._whole
-
-    @property
-    def _is_releasing(self) -> bool:
-        return self._release is not None and self._release.is_enabled
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -208,29 +202,26 @@ class FusedAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; nothing has changed if it raises."""
-        if isinstance(param_group, dict):
-            _join_flags(param_group)
-            checks.check_group_names(self._targets.options, param_group)
-            self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:
             super().add_param_group(param_group)
-            for param in self.param_groups[-1]["params"]:
+            group = self.param_groups[-1]
+            checks.check_group_names(self._targets.options, group)
+            self._check_options(group)
+            for param in group["params"]:
                 checks.check_param(self._targets.options, param)
-            self._targets.meet(self.param_groups[-1]["params"])
+            self._targets.meet(group["params"])
             _join_scale_groups(self.param_groups, self.scale_groups)
         except BaseException:
             del self.param_groups[count:]
             raise
-        if self._is_releasing:
+        if self._release is not None:
             self._release.attach(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"scale_groups": self.scale_groups, "_has_te_layout": self._has_te_layout}
         state = {**super().__getstate__(), **own, "options": self._targets.options}
-        # Copies know nothing of who wrote what, so remainders take along which codes they are for.
-        engine = self._engine
-        state["state"] = saving.with_digests(engine, engine.states)
+        state["state"] = saving.for_copies(self._engine)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,7 +278,7 @@ class FusedAdam(Optimizer):
     @torch._disable_dynamo
     def _step(self) -> None:
         engine, options = self._stepped, self._targets.options
-        if self._is_releasing:
+        if self._release is not None:
             signals = Signals(*(vars(self).pop(name, None) for name in Signals._fields))
             self._release.finish_step(signals, engine)
             return self._sync_steps(engine)
@@ -326,7 +317,7 @@ class FusedAdam(Optimizer):
             set_to_none = default is None or default
         super().zero_grad(set_to_none)
         self._whole.clipping = None
-        if self._is_releasing:
+        if self._release is not None:
             self._release.drop_gradients()
         if self.use_decoupled_grad:
             for param in self._stepped.params:
@@ -354,7 +345,7 @@ class FusedAdam(Optimizer):
             ValueError: If an argument is out of range.
             RuntimeError: With gradient release; while a CUDA graph is captured.
         """
-        if self._is_releasing:
+        if self._release is not None:
             raise RuntimeError(
                 "clip_grad_norm_ must not be called while gradients are released, got a call after "
                 "the step they were for; leave clipping out, or remove() the handle"
@@ -451,8 +442,6 @@ class FusedAdam(Optimizer):
                 group.clear()
                 group.update(new)
             self._whole.forget()
-            if self._is_releasing:
-                self._release.forget()
             saving.load_masters(self._engine, given)
         self._sync_steps(self._engine)
         self._targets.are_shown = False  # all states are new
@@ -466,7 +455,6 @@ class FusedAdam(Optimizer):
 
     # Master weights
 
-    @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
@@ -474,28 +462,17 @@ class FusedAdam(Optimizer):
         ``.data`` of a plain parameter, which go unnoticed, or that leave the same bytes. Moments
         and step counts stay. ``params``: Some of its parameters; None for all.
         """
-        engine = self._engine
-        params = engine.params if params is None else [*params]
-        checks.check_known(params, engine.params)
-        with torch._C.DisableTorchFunctionSubclass():
-            engine.reset_masters(params)
+        self._engine.reset_masters(params)
 
 
-def _join_flags(group: dict[str, Any]) -> None:
-    """Keep one of ``adam_w_mode`` and ``decoupled_weight_decay``, Transformer Engine's and torch's
-    names of one flag: the latter, which tells AdamW from Adam in a checkpoint of torch.optim.
-    """
-    names = ("adam_w_mode", "decoupled_weight_decay")
-    given = {group[name] for name in names if group.get(name) is not None}
+def _decouples(adam_w_mode: bool | None, decoupled_weight_decay: bool | None) -> bool:
+    given = {adam_w_mode, decoupled_weight_decay} - {None}
     if len(given) > 1:
         raise ValueError(
             "adam_w_mode and decoupled_weight_decay must be equal, as they are two names of one "
-            f"flag, got {group[names[0]]} and {group[names[1]]}; leave one out"
+            f"flag, got {adam_w_mode} and {decoupled_weight_decay}; leave one out"
         )
-    for name in names:
-        group.pop(name, None)
-    if given:
-        group["decoupled_weight_decay"] = given.pop()
+    return given.pop() if given else True
 
 
 def _join_scale_groups(groups: list[dict[str, Any]], scale_groups: ScaleGroups | None) -> None:

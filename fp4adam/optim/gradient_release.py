@@ -42,14 +42,10 @@ class GradientRelease:
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
         self._optimizer = weakref.ref(optimizer)
         self._accumulates = False
-        self._known: list = []
         self._implementations: list[int] | None = None
         self._hooks: list[RemovableHandle] = []
-        # What steps each parameter, alone or with its scale group.
-        self._units: dict[Tensor, Engine] = {}
         self._arrived: set[Tensor] = set()
         self._released: set[Tensor] = set()
-        self.is_enabled = True
         self.attach(engine)
 
     # What users call
@@ -71,8 +67,11 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self.drop_gradients()
-        # A handle that is kept keeps no parameters alive.
-        self._hooks, self._units, self._known, self.is_enabled = [], {}, [], False
+        self._hooks = []  # a handle that is kept keeps no parameters alive
+        if _is_in_use(self):
+            optimizer = self._optimizer()
+            optimizer._stepped.forget()
+            optimizer._release = None
 
     # What the optimizer calls
 
@@ -91,15 +90,7 @@ class GradientRelease:
                 # swap_tensors, which Module.to() may use, exchanges what autograd looks into.
                 param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
             self._implementations = implementations
-        self._update_units(engine)
-
-    def _update_units(self, engine: Engine) -> None:
-        known = [engine, *engine.membership()]
-        if known != self._known:
-            engine.targets.keep_only(engine.params)
-            self._known = known
-            units = engine.parts(engine.together())
-            self._units = {param: unit for unit in units for param in unit.params}
+        engine.divide()
 
     def _check_param(self, param: Tensor) -> None:
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
@@ -116,9 +107,6 @@ class GradientRelease:
                 "offload): the gradient may still be on its way; leave out the offload"
             )
 
-    def forget(self) -> None:
-        self._known, self._units = [], {}
-
     def finish_step(self, signals: Signals, engine: Engine) -> None:
         """Step what still has gradients, all or nothing, and end the step."""
         if any(signal is not None for signal in signals):
@@ -129,7 +117,7 @@ class GradientRelease:
                 "checkpoint"
             )
         self.attach(engine)
-        waiting = dict.fromkeys(u for param, u in self._units.items() if param.grad is not None)
+        waiting = dict.fromkeys(u for param, u in engine.parts.items() if param.grad is not None)
         again = [param for param in self._released if param.grad is not None]
         if again:
             self.drop_gradients()
@@ -161,8 +149,8 @@ class GradientRelease:
             return
         engine = self._optimizer()._stepped
         if not self._arrived and not self._released:
-            self._update_units(engine)
-        unit = self._units.get(param)
+            engine.divide()
+        unit = engine.parts.get(param)
         if unit is None:  # taken out of the groups
             return
         if param in self._released:
@@ -186,7 +174,8 @@ class GradientRelease:
 
 
 def _is_in_use(release: GradientRelease | None) -> bool:
-    return release is not None and release.is_enabled and release._optimizer() is not None
+    optimizer = None if release is None else release._optimizer()
+    return optimizer is not None and optimizer._release is release
 
 
 def _release(release: "weakref.ref[GradientRelease]", param: Tensor) -> None:

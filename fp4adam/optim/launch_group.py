@@ -1,7 +1,6 @@
 """The parameters that one launch steps, and their rows of the tensor table."""
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
@@ -11,25 +10,19 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import DeviceTables
-from fp4adam.optim.target import ALIGNMENT, LaunchKey, ReadGrad, Target
+from fp4adam.optim.target import ALIGNMENT, LaunchKey, ReadGrad, Target, together
 from fp4adam.tensors.fingerprint import are_laid_out_as, data_ptr
 from fp4adam.tensors.rows import matrix_shape
 
-_numel = torch._C.TensorBase.numel
 _shape_and_device = attrgetter("shape", "device")
 
 
 class LaunchGroup:
-    """The parameters of one launch, all with the same ``launch_key``.
-
-    ``grads_vary``: Whether a gradient's shape or device may differ from its parameter's.
-    """
+    """The parameters of one launch, all with the same ``launch_key``."""
 
     launch: Any  # StepLaunch; set once the tables exist
 
-    def __init__(
-        self, key: LaunchKey, members: list[Target], read_grad: ReadGrad, grads_vary: bool
-    ) -> None:
+    def __init__(self, key: LaunchKey, members: list[Target], read_grad: ReadGrad) -> None:
         self.key = key
         self.members = members
         # Plain tensors are read flat.
@@ -37,21 +30,17 @@ class LaunchGroup:
         self.shapes = [
             (m.stepped.numel(), 1) if is_plain else matrix_shape(m.param) for m in members
         ]
-        peers: dict[Hashable, list[int]] = defaultdict(list)
-        for i, member in enumerate(members):
-            peers[member.scales].append(i)
+        peers = together(range(len(members)), lambda i: members[i].scales)
         # Of the amaxes: members that share one share a slot.
-        slots = {scales: slot for slot, scales in enumerate(peers)}
-        self.slots = [slots[m.scales] for m in members]
+        slots = {i: slot for slot, own in enumerate(peers) for i in own}
+        self.slots = [slots[i] for i in range(len(members))]
         # Members that share an amax: the launch steps all of them or none.
-        self._peers = [p for p in peers.values() if len(p) > 1 and not is_plain]
+        self._peers = [p for p in peers if len(p) > 1 and not is_plain]
         self.grads: list[int] = []  # addresses at the last call of takes_grads; 0 for none
         self.present: list[bool] = []
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.stepped for m in members]
-        # torch keeps .grad in the shape of its parameter, unless user code resizes it.
-        self._size_of = _shape_and_device if grads_vary else _numel
         self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
@@ -79,7 +68,7 @@ class LaunchGroup:
         is_flat = self.key.is_contiguous
         return all(len({present[i] for i in peers}) == 1 for peers in self._peers) and all(
             grad.dtype is self.key.grad_dtype
-            and self._size_of(grad) == self._size_of(value)
+            and _shape_and_device(grad) == _shape_and_device(value)
             and (grad.is_contiguous() if is_flat else grad.stride() == value.stride())
             for grad, value in zip(grads, compress(self._values, present), strict=True)
         )
@@ -99,11 +88,8 @@ class LaunchGroup:
             others = (*gemm_scales, param._amax_history)
         elif self.key.write_dtype is not None:
             written = (param, None, None, None, None)
-        extra, *scales = member.state_scales
-        if member.remainder is not None:
-            extra = member.remainder
         first = map(_address, (member.stepped, *moments, *written))
-        rest = map(_address, (extra, *scales, *others))
+        rest = map(_address, (*member.state_scales, *others))
         return [0, 0, *first, *shape, *rest, member.dither_start]
 
 

@@ -16,15 +16,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for
 from fp4adam.distributed.shards import settle_written, sharded_weights
-from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.optim import checks, master_weights
 from fp4adam.optim import state_dict as saving
-from fp4adam.optim.adam import updates_params
-from fp4adam.optim.engine import Engine
+from fp4adam.optim.engine import Engine, Group
 from fp4adam.optim.masters import MASTER
 from fp4adam.optim.options import Options
-from fp4adam.optim.target import Target, Targets, is_own_master
+from fp4adam.optim.target import Target, Targets
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -206,61 +204,54 @@ class MasterWeightOptimizer(Optimizer):
                 master, or the call is in inference mode. Nothing has changed then.
         """
         checks.check_mode()
-        self._prepare()
-        calls = 0
+        chosen, calls = self._prepare(), 0
 
         def evaluate() -> float:
-            nonlocal calls
+            nonlocal chosen, calls
             self._leave()
             if calls:
-                self._finish()
+                self._finish(*chosen)
             calls += 1
             with torch.enable_grad():
                 loss = closure()
-            self._enter_step(self._with_gradients())
+            chosen = self._check()
+            self._enter_step(chosen[0])
             return loss
 
         try:
-            self._enter_step(self._with_gradients())
+            self._enter_step(chosen[0])
             result = self.inner.step() if closure is None else self.inner.step(evaluate)
         finally:
             self._leave()
-        self._finish()
+        self._finish(*chosen)
         return result
 
     @torch.no_grad()
-    def _prepare(self) -> None:
-        """Raise if a parameter cannot be stepped; restart masters that other code has replaced."""
-        name, params = type(self).__name__, self._params()
-        checks.check_distinct(params)
+    def _prepare(self) -> tuple[set[Tensor], set[Tensor]]:
+        """:meth:`_check`; then masters restart whose parameters other code has written."""
+        params = self._params()
         with torch._C.DisableTorchFunctionSubclass():
             self._targets.keep_only(params)
-            for param in params:
-                if param.grad is not None:
-                    checks.check_gradient(name, param, local(param.grad))
-                kept = {k: x for k, x in self.state.get(param, {}).items() if k == MASTER}
-                checks.check_state(param, kept, self._targets.options)
-            for peers in master_weights.together(self._targets[param] for param in params):
-                if isinstance(peers[0].scales, ScaleGroup):
-                    checks.check_scale_group([t.owner for t in peers], peers[0].scales)
+            chosen = self._check()
             settle_written(sharded_weights(params))
             restarting = master_weights.find_restarting(self._with_masters(), self.state)
             self.reset_master_weights([target.owner for target in restarting])
+        return chosen
 
-    def _with_gradients(self) -> list[Tensor]:
-        scales = {p: self._targets[p].scales for p in self._params()}
-        chosen = {scales[param] for param in scales if param.grad is not None}
-        return [param for param in scales if scales[param] in chosen]
+    def _check(self) -> tuple[set[Tensor], set[Tensor]]:
+        # What else is in the states is the inner optimizer's affair.
+        states = self.state.items()
+        masters = {param: {MASTER: state[MASTER]} for param, state in states if MASTER in state}
+        return self._engine(masters).check()
 
-    def _finish(self) -> None:
-        stepped = {*self._with_gradients()}
-        for group in self.param_groups:
-            moves = "lr" not in group or updates_params(group)
-            for param in stepped & {*group["params"]}:
-                self._targets[param].free_initial_value(moves)
-                if not moves:
-                    stepped.discard(param)
-        self._write(stepped)
+    def _engine(self, states: dict[Tensor, Any]) -> Engine:
+        groups = [Group(group, group["params"]) for group in self.param_groups]
+        return Engine(self._targets, groups, states)
+
+    def _finish(self, stepped: set[Tensor], moving: set[Tensor]) -> None:
+        for param in stepped:
+            self._targets[param].free_initial_value(param in moving)
+        self._write(stepped & moving)
 
     @torch.no_grad()
     def _write(self, params: Iterable[Tensor]) -> None:
@@ -270,29 +261,23 @@ class MasterWeightOptimizer(Optimizer):
             targets = [target for target in self._with_masters() if target.scales in chosen]
             quantized = [each for each in targets if isinstance(each.param, QuantizedTensor)]
             borrowed = [each.borrowed for each in targets if each.borrowed is not None]
-            scales_of_others = ScaleWriteback(borrowed)
-            scales_of_others.read()
-            masters = [local(self.state[each.owner][MASTER]) for each in quantized]
-            master_weights.quantize(quantized, masters, [each.param for each in quantized])
+            with ScaleWriteback(borrowed):
+                masters = [local(self.state[each.owner][MASTER]) for each in quantized]
+                master_weights.quantize(quantized, masters)
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
-            scales_of_others()
             sources = [one.source for one in borrowed]
             torch.autograd.graph.increment_version([*(t.owner for t in quantized), *sources])
             for target in targets:
                 target.record()
 
-    @torch.no_grad()
     def reset_master_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Restart master weights from the current values of their parameters.
 
         See :meth:`FP4Adam.reset_master_weights`.
         """
-        params = self._params() if params is None else [*params]
-        checks.check_known(params, self._params())
-        with torch._C.DisableTorchFunctionSubclass():
-            Engine(self._targets, [], self.state).reset_masters(params)
+        self._engine(self.state).reset_masters(params)
 
     # Checkpoints
 
@@ -304,11 +289,10 @@ class MasterWeightOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            stale = master_weights.find_stale(self._with_masters(), self.state)
+            engine = self._engine(self.state)
             for param, key in saving.saved_keys(self.param_groups, state_dict):
-                if (target := self._targets[param]) in stale:
-                    value = like(param, target.value())
-                    state_dict["state"][key] = {**state_dict["state"][key], MASTER: value}
+                if (master := saving.current_master(engine, param)) is not None:
+                    state_dict["state"][key] = {**state_dict["state"][key], MASTER: master}
         return state_dict
 
     @torch.no_grad()
@@ -335,22 +319,14 @@ class MasterWeightOptimizer(Optimizer):
             hook(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        states, loaded = dict(state_dict["state"]), {}
+        states, given = dict(state_dict["state"]), {}
         for param, key in saving.saved_keys(self.param_groups, state_dict):
-            states[key] = {name: _own_part(param, value) for name, value in states[key].items()}
-            loaded[self._targets[param]] = states[key].pop(MASTER, None)
-        masters = self._new_masters(target.owner for target in loaded)
-        with_masters, n_other = [], 0
-        for target, value in loaded.items():
-            if value is not None and target.master.name:
-                masters[target.owner] = value.to(target.param.device, torch.float32)
-                with_masters.append(target)
-            elif value is not None and is_own_master(target.owner):
-                n_other += not saving.adopt_master(target, local(value))
+            given[param] = saved = states[key]
+            states[key] = {n: _own_part(param, x) for n, x in saved.items() if n != MASTER}
         groups, before = self.param_groups, self.state
         self.state = defaultdict(dict)
         try:
-            self._enter(masters)
+            self._enter(self._new_masters(given))
             self.inner.load_state_dict({**state_dict, "state": states})
         except BaseException:
             self._leave()  # also of these groups, whose lists of parameters go on
@@ -358,10 +334,7 @@ class MasterWeightOptimizer(Optimizer):
             self.inner.param_groups, self.inner.state = groups, before
             raise
         self._leave()
-        for peers in master_weights.together(with_masters):
-            own_states = [self.state[target.owner] for target in peers]
-            n_other += master_weights.adopt(peers, own_states).count(False)
-        master_weights.warn_of_loaded(n_other, 0)
+        saving.load_masters(self._engine(self.state), given)
 
 
 def _own_part(param: Tensor, value: Any) -> Any:

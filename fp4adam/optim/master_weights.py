@@ -7,8 +7,7 @@ weight wins, and its master restarts from it.
 """
 
 import warnings
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,46 +39,29 @@ def find_restarting(targets: Sequence[Target], states: Mapping[Tensor, State]) -
     """:func:`find_stale` in a step, which warns of the values that it drops."""
     stale = find_stale(targets, states)
     lost = [p for p in targets if p.has_lost_start and MASTER not in states.get(p.owner, {})]
-    for count, why in (
+    warn_of_restarts(
         (len(stale), "other code has written or moved since the last step or load; "
             "reset_master_weights() does so on purpose, without a warning"),
         (len(lost), "another optimizer has stepped, so that their values before quantization are "
             "gone; load its state_dict(), or load the weights in high precision"),
-    ):  # fmt: skip
-        if count:
-            text = f"the masters of {count} weights restart from the weights, which {why}"
-            warnings.warn(text, stacklevel=2)
+    )  # fmt: skip
     return stale
 
 
-def warn_of_loaded(n_other: int, n_lacking: int) -> None:
-    """Warn of masters that a loaded state has for other weights than these, or does not have."""
-    parts = []
-    if n_other:
-        parts.append(f"{n_other} of its masters do not belong to the weights")
-    if n_lacking:
-        parts.append(f"it has no masters for {n_lacking} quantized weights")
-    if parts:
-        warnings.warn(
-            "masters restart from rounded weights after this state was loaded: "
-            f"{' and '.join(parts)}; load the model of the same checkpoint before the next step, "
-            "or call reset_master_weights() if that is intended",
-            stacklevel=2,
-        )
+def warn_of_restarts(*reasons: tuple[int, str]) -> None:
+    """Warn of each reason for which masters of some number of weights restart."""
+    for count, why in reasons:
+        if count:
+            text = f"the masters of {count} weights restart from the weights, which {why}"
+            warnings.warn(text, stacklevel=3)
 
 
-def together(targets: Iterable[Target]) -> list[list[Target]]:
-    """Targets by the scales that they share; those with values."""
-    found: dict[Hashable, list[Target]] = defaultdict(list)
-    for p in targets:
-        if not p.owner.is_meta:
-            found[p.scales].append(p)
-    return [*found.values()]
-
-
-def quantize(targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor]) -> None:
-    """Quantize FP32 masters of targets to these tensors; every rank has to call it."""
+def quantize(
+    targets: Sequence[Target], masters: Sequence[Tensor], to: Sequence[Tensor] | None = None
+) -> None:
+    """Quantize FP32 masters to their weights, or to other tensors; every rank has to call it."""
     dtypes, infos = [p.write_dtype for p in targets], [p.shard_infos() for p in targets]
+    to = [p.param for p in targets] if to is None else to
     cast(to, masters, dtypes, infos, [p.scales for p in targets])
 
 

@@ -13,7 +13,6 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -37,18 +36,16 @@ class OffloadedEngine(Engine):
 
     def __init__(self, targets: Targets, *groups_and_states: Any) -> None:
         super().__init__(targets, *groups_and_states)
-        self._parts: list[Engine] = []
-        self._known: list = []
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
     def forget(self) -> None:
         self._wait()
-        self._parts, self._known = [], []
+        super().forget()
         self._chunks.clear()
 
     def drop_plan(self) -> None:
-        for part in self._parts:
+        for part in self.parts.values():
             part.drop_plan()
 
     def settle(self) -> None:
@@ -66,14 +63,10 @@ class OffloadedEngine(Engine):
     def step(self, signals: Signals, captures: bool = False) -> None:
         """Step the chunks that have gradients; what cannot be stepped is refused before that."""
         self.check_call()
-        known = self.membership()
-        if known != self._known:
-            self.targets.keep_only(self.params)
-            self._parts = self.parts(chunks(self.together()))
-            self._known = known
+        self.divide(chunks)
         settle_written(sharded_weights(self.params))
-        has_grads = (any(g is not None for g in part.all_grads()) for part in self._parts)
-        active = [*compress(self._parts, has_grads)]
+        parts = dict.fromkeys(self.parts.values())
+        active = [part for part in parts if any(g is not None for g in part.all_grads())]
         self.check()
         self.check_clip()
         for part in active:
@@ -118,14 +111,11 @@ class OffloadedEngine(Engine):
         except BaseException:
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
-        self.states |= {param: _others(state) for param, state in new.items()}
-        for (param, name), value in chunk.host.items():
-            self.states[param][name] = value
+        self.states |= {param: {**state, **chunk.host[param]} for param, state in new.items()}
         self._let_go(part)
 
     def _let_go(self, part: Engine) -> None:
         part.drop_plan()
-        self.targets.unbind(part.states)
         part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
@@ -203,17 +193,17 @@ def _entries(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _marks(entries: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str], tuple]:
+def _marks(states: dict[Tensor, State]) -> dict[tuple[Tensor, str], tuple]:
     return {
         key: (id(value), local(value).data_ptr(), value._version, local(value)._version)
-        for key, value in entries.items()
+        for key, value in _entries(states).items()
     }
 
 
 class _Chunk:
     """The states of some parameters in one block of pinned memory.
 
-    ``host``: The states there, by parameter and name. ``number``: The buffer of the link that it
+    ``host``: The states there, by parameter. ``number``: The buffer of the link that it
     moves to. ``staged_block``: Its bytes in the buffer, uint8.
     """
 
@@ -226,20 +216,20 @@ class _Chunk:
         self.number = link.next_number(self.nbytes)
         memory = _pinned(link, self.nbytes, self)
         self.block = _tensor(memory, 0, self.nbytes, torch.uint8)
-        self.host: dict[tuple[Tensor, str], Tensor] = {}
-        for start, (key, value) in zip(self._starts, values.items(), strict=True):
+        self.host: dict[Tensor, State] = {param: {} for param in states}
+        for start, ((param, name), value) in zip(self._starts, values.items(), strict=True):
             own = local(value)
             own = own if is_dense(own) else own.contiguous()
             # A storage of its own, so that saving or copying it does not take the block.
             host = _tensor(memory, start, own.nbytes, own.dtype)
             host = host.as_strided(own.shape, own.stride()).copy_(own)
-            self.host[key] = _like(key[0], value, host)
+            self.host[param][name] = _like(param, value, host)
         self._known = _marks(self.host)
         self.leave_buffer()
 
     def holds(self, states: dict[Tensor, State]) -> bool:
         """True if states have the tensors on the host, unwritten by others, and no others."""
-        return _marks(_entries(states)) == self._known
+        return _marks(states) == self._known
 
     def staged(self, states: dict[Tensor, State]) -> dict[Tensor, State]:
         """The states as views of the buffer; the same objects as at the last step."""
@@ -249,7 +239,8 @@ class _Chunk:
             buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
             self._staged = {param: {} for param in states}
-            for start, ((param, name), value) in zip(self._starts, self.host.items(), strict=True):
+            entries = _entries(self.host).items()
+            for start, ((param, name), value) in zip(self._starts, entries, strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())

@@ -5,18 +5,17 @@ tensors are quantized after the step: update the values, measure and exchange th
 the codes.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.cast import LocalCast, cast
+from fp4adam.distributed.cast import LocalCast
 from fp4adam.distributed.scale_exchange import Exchanged, exchanges
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.master_weights import together
-from fp4adam.optim.target import ReadGrad, Target
+from fp4adam.optim.master_weights import quantize
+from fp4adam.optim.target import ReadGrad, Target, together
 
 
 def quantized_after_step(peers: Sequence[Target], read_grad: ReadGrad) -> bool:
@@ -43,15 +42,14 @@ class QuantizeAfterStep:
         self._read_grad = read_grad
         later = [member for member in members if member.quantized_after_step]
         self._scale_groups = together(member for member in later if not member.shards)
-        shards: dict[Hashable, list[Target]] = defaultdict(list)
-        for member in later:
-            if member.shards:
-                # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
-                is_wide = member.master.codec.exact
-                shards[member.param.device if is_wide else member.owner].append(member)
+        # Narrow masters are decoded one parameter at a time, to bound the FP32 copies.
+        shards = together(
+            (member for member in later if member.shards),
+            lambda member: member.param.device if member.master.codec.exact else member.owner,
+        )
         self._casts: list[tuple[LocalCast, list[Target]]] = []
         amaxes: dict[Tensor, tuple] = {}
-        for alike in shards.values():
+        for alike in shards:
             one = LocalCast([m.param for m in alike], [m.write_dtype for m in alike])
             self._casts.append((one, alike))
             amaxes.update(zip((m.owner for m in alike), one.exchanged, strict=True))
@@ -75,9 +73,7 @@ class QuantizeAfterStep:
         if not skipped:
             for peers in self._scale_groups:
                 if any(self._read_grad(m.owner) is not None for m in peers):
-                    values, dtypes = _values(peers), [m.write_dtype for m in peers]
-                    params = [m.param for m in peers]
-                    cast(params, values, dtypes, scales=[0] * len(peers))
+                    quantize(peers, _values(peers))
                     for member in peers:
                         member.settle_master()
             for one, members in self._casts:
@@ -103,5 +99,5 @@ def _values(members: Sequence[Target]) -> list[Tensor]:
     values = [m.whole_value() for m in members]
     for member, value in zip(members, values, strict=True):
         if member.new_master is None:
-            member.hold_master(value, int(member.state["step"]))
+            member.hold_master(value)
     return values

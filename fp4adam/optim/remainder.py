@@ -121,15 +121,10 @@ def digest(param: QuantizedTensor) -> Tensor:
     part = rows.own_blocks(param)
     tensors, layout = part.inner, part.quantizer.layout
     usage = layout.kept[0]
-    total = torch.zeros(1, dtype=torch.int64, device=param.device)
-    for name in (f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"):
-        inner = getattr(tensors, name)
-        if inner is None or not inner.numel():
-            continue
-        flat = inner.flatten().view(torch.uint8)
-        words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
-        # Sums wrap modulo 2**64. Each word is multiplied by an odd number of its position.
-        factors = torch.arange(len(words), device=words.device).mul_(_ODD * 2).add_(_ODD)
-        words = words * factors
-        total += (words ^ (words >> 29)).mul_(_ODD).sum() + total * _ODD
-    return total.cpu()
+    names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
+    found = [inner for name in names if (inner := getattr(tensors, name)) is not None]
+    flat = torch.cat([inner.flatten().view(torch.uint8) for inner in found])
+    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    # Sums wrap modulo 2**64. Each word is multiplied by an odd number of its position.
+    words = words * torch.arange(len(words), device=words.device).mul_(_ODD * 2).add_(_ODD)
+    return (words ^ (words >> 29)).mul_(_ODD).sum().view(1).cpu()

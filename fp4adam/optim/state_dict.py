@@ -7,7 +7,7 @@ on the hash seed of each process.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -18,12 +18,12 @@ from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, 
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
-from fp4adam.optim.master_weights import adopt, find_stale, together, warn_of_loaded
+from fp4adam.optim.master_weights import adopt, find_stale, warn_of_restarts
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
-from fp4adam.optim.state_codec import INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.state_codec import FLOAT32, INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
-from fp4adam.optim.target import State, Target, is_own_master
+from fp4adam.optim.target import State, Target, is_own_master, together
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
@@ -65,7 +65,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
     for group, params in engine.groups:
         numbers = [keys.setdefault(param, len(keys)) for param in params]
         groups.append({**_options(group), "params": numbers})
-    own, stale = _stale(engine)
+    own, stale = _stale(engine, engine.params)
     states = {keys.get(owner, owner): state for owner, state in engine.states.items()}
     for group, params in engine.groups:
         for owner in params:
@@ -90,30 +90,22 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
     return state_dict
 
 
-def _stale(engine: Engine) -> tuple[dict[Tensor, State], set[Target]]:
-    own = {param: te_layout.stored_state(engine.states.get(param)) for param in engine.params}
+def _stale(engine: Engine, params: list[Tensor]) -> tuple[dict[Tensor, State], set[Target]]:
+    own = {param: te_layout.stored_state(engine.states.get(param)) for param in params}
     own = {param: state for param, state in own.items() if isinstance(state, dict)}
     with torch._C.DisableTorchFunctionSubclass():
         return own, find_stale([engine.targets[param] for param in own], own)
 
 
 @torch.no_grad()
-def current_masters(engine: Engine) -> Callable[[Tensor], Tensor | None]:
-    """A function that returns the ``master_param`` that ``state_dict()`` has of a parameter.
-
-    It decodes one at a time: all states in FP32 may be more than there is memory for.
-    """
-    own, stale = _stale(engine)
-
-    def master_of(param: Tensor) -> Tensor | None:
-        if param not in own:
-            return None
-        state = {name: x for name, x in own[param].items() if name in ENTRIES}
-        member = engine.targets[param]
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return saved_state(member, state, member in stale, False).get(MASTER)
-
-    return master_of
+def current_master(engine: Engine, param: Tensor) -> Tensor | None:
+    """The ``master_param`` that ``state_dict()`` has of a parameter; None if there is none."""
+    own, stale = _stale(engine, [param])
+    with torch._C.DisableTorchFunctionSubclass():
+        for state in own.values():
+            state = {name: x for name, x in state.items() if name in ENTRIES}
+            return saved_state(engine.targets[param], state, bool(stale), False).get(MASTER)
+    return None
 
 
 def saved_state(
@@ -136,15 +128,12 @@ def saved_state(
 
 
 @torch.no_grad()
-def with_digests(engine: Engine, states: dict[Any, Any]) -> dict[Any, Any]:
-    """States in which remainders say which codes they belong to, as far as this is certain."""
-    new = defaultdict(dict, states)
-    for owner in engine.params:
-        if isinstance(states.get(owner), dict):
-            member = engine.targets[owner]
-            if member.master.codec is INT8 and member.is_unwritten():
-                new[owner] = {**states[owner], DIGEST: digest(member.param)}
-    return new
+def for_copies(engine: Engine) -> dict[Any, Any]:
+    """The states as they are stored, by parameter; copies know nothing of who wrote what."""
+    own, stale = _stale(engine, engine.params)
+    members = {owner: engine.targets[owner] for owner in own}
+    saved = {o: saved_state(m, own[o], m in stale, True) for o, m in members.items()}
+    return defaultdict(dict, {**engine.states, **saved})
 
 
 # Loading
@@ -242,11 +231,9 @@ def _moments(member: Target, saved: State) -> State:
     owner, param = member.owner, member.param
     saved, state = _local_part(owner, saved), {}
     for name in STATE_NAMES[:-1]:
-        if name in saved and name in member.codecs:
-            given = StateTensor.of_saved(saved, name)
-            restored(given, member.codecs[name], param).store(state, name, owner)
-        elif name in saved:
-            state[name] = like(owner, state_like(param).copy_(saved[name]))
+        if name in saved:
+            codec = member.codecs.get(name, FLOAT32)  # the maximum is never narrow
+            restored(StateTensor.of_saved(saved, name), codec, param).store(state, name, owner)
     return state
 
 
@@ -286,7 +273,14 @@ def load_masters(engine: Engine, given: dict[Tensor, State]) -> None:
     # torch drops the states of frozen parameters; a state of AdamW has no masters at all.
     lacking = [m for m in members if checks.is_quantized(m.owner) and m.master.name]
     n_lacking = len({*lacking} - {*kept}) if kept else 0
-    warn_of_loaded(n_other, n_lacking)
+    cure = (
+        "load the model of the same checkpoint before the next step, or call "
+        "reset_master_weights() if that is intended"
+    )
+    warn_of_restarts(
+        (n_other, f"are not those of the loaded masters; {cure}"),
+        (n_lacking, f"the loaded state has no masters for; {cure}"),
+    )
 
 
 def given_master(member: Target, saved: State) -> State:
@@ -358,10 +352,10 @@ def check_groups(groups: Groups, state_dict: dict[str, Any]) -> None:
 def check_masters(groups: Groups, state_dict: dict[str, Any]) -> None:
     for i, (param, key) in enumerate(saved_keys(groups, state_dict)):
         saved, what = state_dict["state"][key], f"master_param of parameter {i}"
-        if SCALES[MASTER] in saved or REST in saved:
+        if saved.keys() & {*SCALES.values(), REST}:
             raise ValueError(
-                f"{what} must be whole, got {sorted(saved)}; save state_dict() instead of "
-                "compact_state_dict()"
+                f"{what} must be whole, as all of its state, got {sorted(saved)}; save "
+                "state_dict() instead of compact_state_dict()"
             )
         if MASTER in saved:
             _check_tensor(what, saved[MASTER], param)

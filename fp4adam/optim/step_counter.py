@@ -28,22 +28,19 @@ class StepGroup:
     group: dict[str, Any]
     step: float
     row: int
-    ratio: float = 0.0  # the bound on their moments; see ``update_bound``
-    members: list[int] = dataclasses.field(default_factory=list)  # their indices
     scalars: Scalars | None = None  # of the last step
 
     def advance(self) -> None:
         # Stop where the float32 counter in the state stops, so that resumed runs count alike.
         self.step = min(self.step + 1, 2.0**24)
         self.scalars = adam_scalars(self.group, self.step)
-        self.ratio = next_ratio(self.ratio, self.scalars)
 
-    def numbers(self) -> list[float]:
+    def numbers(self, ratio: float) -> list[float]:
         """A row of scalars, with the bound of the update and the dither origin."""
         decay = abs(self.scalars.decay) if self.group["decoupled_weight_decay"] else 1.0
         dither = dither_origin(0, int(self.scalars.dither_step))
         # Two 16-bit halves, which float32 represents exactly.
-        bounds = largest_update(self.scalars, self.ratio), decay
+        bounds = largest_update(self.scalars, ratio), decay
         return [*self.scalars[:8], dither >> 16, *bounds, dither & 0xFFFF]
 
 
@@ -53,19 +50,19 @@ class StepCounter:
     The ``step`` tensors of the states become views of one tensor, so one operator increments them
     all. If the device skips a step, the count is taken back later.
 
-    ``ratios``: The bound on the moments of each parameter; see ``update_bound``.
+    ``ratio``: The bound on the moments of all members; see ``update_bound``.
     """
 
     launches = ()
 
-    def __init__(self, members: Sequence[Target], ratios: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[Target], ratio: float) -> None:
         self._members = members
         steps = [member.state["step"].item() for member in members]
         self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
         for member, step in zip(members, self._steps, strict=True):
             member.state["step"] = step
         self._version = self._steps._version
-        self._ratios = list(ratios)
+        self._ratio = ratio
         self.groups: list[StepGroup] = []  # what takes part
         self.rows: list[int] = []  # for each member the index of its group there
         # ``found_inf`` of the last step on the host, and the event of its arrival.
@@ -80,9 +77,6 @@ class StepCounter:
 
     def regroup(self, present: list[bool]) -> None:
         """Set which members take part from this step on; may be repeated if it is interrupted."""
-        for group in self.groups:
-            for i in group.members:
-                self._ratios[i] = group.ratio
         self._counted = torch.tensor(present, dtype=torch.float32, device="cpu")
         groups: dict[tuple[int, float], StepGroup] = {}
         self.rows, self._absent = [0] * len(present), {}
@@ -92,10 +86,7 @@ class StepCounter:
                 self._absent[own] = max(self._absent.get(own, 0.0), step)
                 continue
             new = StepGroup(member.group, step, len(groups))
-            group = groups.setdefault((own, step), new)
-            group.members.append(i)
-            group.ratio = max(group.ratio, self._ratios[i])
-            self.rows[i] = group.row
+            self.rows[i] = groups.setdefault((own, step), new).row
         self.groups = list(groups.values())
 
     def latest(self) -> dict[int, Any]:
@@ -110,6 +101,9 @@ class StepCounter:
         """Count one step for the members that take part, unless ``found_inf`` is not 0."""
         for group in self.groups:
             group.advance()
+        # It never falls, as it is that of members without a gradient, too.
+        ratios = (next_ratio(self._ratio, group.scalars) for group in self.groups)
+        self._ratio = max(self._ratio, *ratios)
         self._steps += self._counted
         self._version = self._steps._version
         if found_inf is None:
@@ -136,7 +130,7 @@ class StepCounter:
 
     def numbers(self) -> list[float]:
         """The rows of scalars that the tables take."""
-        return [*chain.from_iterable(group.numbers() for group in self.groups)]
+        return [*chain.from_iterable(group.numbers(self._ratio) for group in self.groups)]
 
     def launch(self, part: int, tables: DeviceTables, found_inf: Tensor) -> None:
         """Count and compute scalars on a device, unless ``found_inf`` is not 0 or the host does."""

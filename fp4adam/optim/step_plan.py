@@ -20,22 +20,18 @@ from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.checks import check_capturable, check_gradient
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
-from fp4adam.optim.master_weights import together
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import INT8
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
-from fp4adam.optim.target import LaunchKey, ReadGrad, Target
+from fp4adam.optim.target import LaunchKey, ReadGrad, Target, together
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
 from fp4adam.tensors.fingerprint import Column, Fingerprint
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 _local = attrgetter("_local_tensor")
-# How to read the tensors whose versions cover a quantized tensor, or a shard of one.
+# How to read the tensors whose versions cover a quantized tensor.
 _versioned = attrgetter("_shared.tensors.versioned")
-_local_versioned = attrgetter("_local_tensor._shared.tensors.versioned")
-_counter = attrgetter("_shared.tensors.counter")
-_local_counter = attrgetter("_local_tensor._shared.tensors.counter")
 
 
 class StepPlan:
@@ -66,17 +62,14 @@ class StepPlan:
                 launched[member.launch_key(grad)].append(member)
             else:
                 self._by_operators.append(member)
-        by_device: dict[torch.device, list[LaunchGroup]] = defaultdict(list)
-        for key, alike in launched.items():
-            group = LaunchGroup(key, alike, read_grad, options.use_decoupled_grad)
-            by_device[key.device].append(group)
+        groups = [LaunchGroup(key, alike, read_grad) for key, alike in launched.items()]
         if capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
         n_hyper = len(hyper_groups(members)) if capturable else 0
         self._parts = [
-            (make_launches(device, groups, len(members), n_hyper), groups)
-            for device, groups in by_device.items()
+            (make_launches(alike[0].key.device, alike, len(members), n_hyper), alike)
+            for alike in together(groups, attrgetter("key.device"))
         ]
         self._groups = [group for _, groups in self._parts for group in groups]
         self.members = [m for group in self._groups for m in group.members] + self._by_operators
@@ -95,7 +88,8 @@ class StepPlan:
         if capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
-            self.counter = StepCounter(self.members, list(map(_ratio, self.members)))
+            ratio = max(map(_ratio, self.members), default=0.0)
+            self.counter = StepCounter(self.members, ratio)
         self._fingerprint = _weights(self.members)
         self._states = _states(self.members, bounded)
         launches = [group.launch for group in self._groups]
@@ -145,16 +139,13 @@ class StepPlan:
         given = [grad is not None and grad.numel() > 0 for grad in grads]
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
         self.counter.advance(found_inf)
-        if self._scales_of_others:
-            self._scales_of_others.read()
-        launches = self._launch_all(grad_scale, clip, found_inf, captures)
-        by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
-        for member, grad, row in () if skipped else compress(by_operators, given):
-            scalars = self.counter.groups[row].scalars
-            member.update(grad, scalars, grad_scale, clip.get(grad.device))
-        self._after.finish(launches, skipped)
-        if self._scales_of_others:
-            self._scales_of_others()
+        with self._scales_of_others:
+            launches = self._launch_all(grad_scale, clip, found_inf, captures)
+            by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
+            for member, grad, row in () if skipped else compress(by_operators, given):
+                scalars = self.counter.groups[row].scalars
+                member.update(grad, scalars, grad_scale, clip.get(grad.device))
+            self._after.finish(launches, skipped)
         # Kernel writes do not raise versions, which autograd and other observers rely on.
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
@@ -204,7 +195,7 @@ class StepPlan:
         kept = [m for m in quantized if m not in self._loose]
         self._written += chain.from_iterable(_versioned(m.param) for m in kept)
         written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
-        self._scales_of_others = ScaleWriteback(written) if written else None
+        self._scales_of_others = ScaleWriteback(written)
         sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self.counter.rows)
         self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
@@ -224,27 +215,21 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
     to agree with a master or a remainder: one that Adam updates directly is its own value, and
     the next step continues from whatever it holds.
     """
-    columns: list[Column] = []
-    marked: dict[int, list[Target]] = {}  # by column
+    columns: list[tuple[Column, list[Target]]] = []  # with those whose marks follow it
 
     def add(own: list[Target], marks: bool = True, **how: Any) -> None:
-        if marks:
-            marked[len(columns)] = own
-        columns.append(Column([m.owner for m in own], versioned=marks, **how))
+        column = Column([m.owner for m in own], versioned=marks, **how)
+        columns.append((column, own if marks else []))
 
-    by_sharding: dict[bool, list[Target]] = defaultdict(list)
-    for m in members:
-        by_sharding[is_dtensor(m.owner)].append(m)
-    for sharded, here in by_sharding.items():
+    for here in together(members, lambda m: is_dtensor(m.owner)):
+        sharded = is_dtensor(here[0].owner)
         borrowed = [m for m in here if m.borrowed]
         for column, which in source_columns([(m.borrowed, m.owner) for m in borrowed], sharded):
-            if column.versioned:
-                marked[len(columns)] = [borrowed[i] for i in which]
-            columns.append(column)
+            columns.append((column, [borrowed[i] for i in which if column.versioned]))
         own = [m for m in here if not m.borrowed]
         quantized = [m for m in own if isinstance(m.param, QuantizedTensor)]
-        counter = _local_counter if sharded else _counter
-        versioned = _local_versioned if sharded else _versioned
+        storage = "_local_tensor._shared.tensors." if sharded else "_shared.tensors."
+        counter, versioned = attrgetter(storage + "counter"), attrgetter(storage + "versioned")
         # A counter belongs to one storage and holds no memory.
         add([m for m in quantized if not _is_loose(m)], read=counter, same=True)
         add([m for m in quantized if _is_loose(m)], read=versioned, chained=True, placed=True)
@@ -256,11 +241,10 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
             add(noted)
         add(noted, read=_local if sharded else None, placed=True)
         add(others, False, read=_local if sharded else None, placed=True)
-    fingerprint = Fingerprint(columns)
+    fingerprint = Fingerprint(column for column, _ in columns)
     indices: dict[Target, list[int]] = defaultdict(list)
-    spans = fingerprint.spans()
-    for i, own in marked.items():
-        for member, span in zip(own, spans[i], strict=True):
+    for (_, own), spans in zip(columns, fingerprint.spans(), strict=True):
+        for member, span in zip(own, spans, strict=True):
             indices[member] += span
     for member, found in indices.items():
         member.mark.follow(fingerprint.versions, found)
@@ -268,13 +252,11 @@ def _weights(members: Sequence[Target]) -> Fingerprint:
 
 
 def _states(members: Sequence[Target], bounded: list[Tensor]) -> Fingerprint:
-    alike: dict[tuple, list[dict]] = defaultdict(list)
-    for m in members:
-        alike[is_dtensor(m.owner), ("step", *m.state_names)].append(m.state)
-    columns = [
-        Column(states, itemgetter(*names), True, local if sharded else None, same=True, placed=True)
-        for (sharded, names), states in alike.items()
-    ]
+    columns = []
+    for alike in together(members, lambda m: (is_dtensor(m.owner), m.state_names)):
+        read = itemgetter("step", *alike[0].state_names)
+        then = local if is_dtensor(alike[0].owner) else None
+        columns.append(Column([m.state for m in alike], read, True, then, same=True, placed=True))
     return Fingerprint([*columns, Column(bounded, versioned=True)])  # kernels raise no versions
 
 
@@ -283,12 +265,8 @@ def _ratio(member: Target) -> float:
 
     See ``update_bound``. Inf if it has to be certain but the moments are stored rounded.
     """
-    step = member.state["step"].item()
-    previews = (
-        isinstance(member.param, QuantizedTensor)
-        and member.param.quantizer.layout.tensor_scale == "current"
-    )
-    if step == 0 or not (member.shards and previews) or member.quantized_after_step:
+    step, shares = member.state["step"].item(), member.shards and not member.quantized_after_step
+    if step == 0 or not shares or member.param.quantizer.layout.tensor_scale != "current":
         return ratio_after(step, adam_scalars(member.group, 1))
     _, exp_avg, exp_avg_sq = member.step_codecs
     if not (exp_avg.exact and exp_avg_sq.exact):

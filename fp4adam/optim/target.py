@@ -5,6 +5,7 @@ what it is. How its master is stored is one of four strategies, see ``masters``.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -71,27 +72,10 @@ class LaunchKey(NamedTuple):
     grad_dtype: torch.dtype
     value_dtype: torch.dtype
     write_dtype: torch.dtype | None
-    value_codec: StateCodec
-    exp_avg_codec: StateCodec
-    exp_avg_sq_codec: StateCodec
-    adam_w_mode: bool
+    codecs: tuple[StateCodec, ...]
+    adam_w: bool
     amsgrad: bool
     is_contiguous: bool
-
-    def variant(self) -> Any:
-        """The compile-time options of the Adam kernels."""
-        from fp4adam.kernels.adam import step_variant  # Triton is slow to import
-
-        return step_variant(
-            grad_dtype=self.grad_dtype,
-            value_dtype=self.value_dtype if self.quantizer is None else None,
-            write_dtype=self.write_dtype,
-            value_codec=self.value_codec.name,
-            exp_avg_codec=self.exp_avg_codec.name,
-            exp_avg_sq_codec=self.exp_avg_sq_codec.name,
-            adam_w=self.adam_w_mode,
-            amsgrad=self.amsgrad,
-        )
 
 
 class Target:
@@ -110,18 +94,18 @@ class Target:
     Attributes:
         state, tensors: Its state, and this rank's part of that.
         stepped: The tensor that Adam updates: the master, or the parameter itself.
-        state_scales: The scales of the value and the two moments; None where a codec has none.
+        state_scales: The scales of the value and the two moments, or the value's remainder; None
+            where a codec has none.
         updates: False if only the moments can change, as with lr = 0.
         shards: The positions of a shard that shares scales with others, if it can change.
         dither_start: Index of its first element for the dither: in the flattened parameter, after
             a salt of its own, so that parameters of one shape are rounded independently.
         quantized_after_step: True if it is quantized after all values have been updated, instead of
             by the launch that updates it.
-        new_master: The FP32 value between the two, and the update that it comes from, where the
-            weight itself is decoded.
+        new_master: The FP32 value between the two, where the weight itself is decoded.
     """
 
-    new_master: tuple[Tensor, int] | None = None
+    new_master: Tensor | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
@@ -159,10 +143,11 @@ class Target:
         self.dither_start = (first + place * _SALT) % 2**32
         tensors, name = self.tensors, self.master.name
         self.stepped = tensors[MASTER] if name == MASTER else self.param
-        self.remainder = tensors[REST] if name == REST else None
         self.max_exp_avg_sq = tensors["max_exp_avg_sq"] if group["amsgrad"] else None
         pairs = zip(_SCALED, self.step_codecs, strict=True)
         scales = [SCALES[state] if codec.scaled else None for state, codec in pairs]
+        if name == REST:
+            name, scales[0] = None, REST
         self.state_scales = tuple(scale and tensors[scale] for scale in scales)
         largest = "max_exp_avg_sq" if group["amsgrad"] else None
         self.state_names = tuple(filter(None, ("exp_avg", "exp_avg_sq", largest, name, *scales)))
@@ -173,7 +158,7 @@ class Target:
         self.state: State = {}
         self.tensors: State = {}
         self.stepped, self.state_scales = self.param, ()
-        self.max_exp_avg_sq = self.remainder = None
+        self.max_exp_avg_sq = None
 
     @property
     def scales(self) -> Hashable:
@@ -231,18 +216,14 @@ class Target:
         codecs += [self.codecs["exp_avg_sq"]] * amsgrad
         return sum(codec.nbytes(self.param.numel()) for codec in codecs)
 
-    def completed(
-        self, state: State, amsgrad: bool, restart: bool, device: torch.device | None = None
-    ) -> State:
+    def completed(self, state: State, amsgrad: bool, restart: bool) -> State:
         """A new state with all that a step needs; what is missing is made.
 
-        ``restart``: Whether the master restarts from the parameter. ``device``: What counts steps.
+        ``restart``: Whether the master restarts from the parameter.
         """
-        state = dict(state)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device or "cpu")
-        elif device is not None:
-            state["step"] = state["step"].to(device, torch.float32).reshape(())
+        state, device = dict(state), self.param.device if self.options.capturable else "cpu"
+        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=device)
+        state["step"] = step.reshape(())
         for name, codec in self.codecs.items():
             if name not in state:
                 zeros = StateTensor(codec, *codec.zeros_like(self.param))
@@ -266,38 +247,35 @@ class Target:
             self.write(value)
         self.master.store(state, value)
 
-    def hold_master(self, master: Tensor, step: int) -> None:
+    def hold_master(self, master: Tensor) -> None:
         """Keep an FP32 value until its codes are written; rounded to them without a master."""
         if self._starts_from_codes:
-            self.new_master = master, step
+            self.new_master = master
         if self.master.codec is CODES:
-            round_to_codes_(master, self._dither_of_master(master, step))
+            round_to_codes_(master, self._dither_of_master(master))
 
     def settle_master(self) -> None:
         """Store the remainder of a master that was just quantized."""
-        if self.new_master is None:
-            return
-        (master, step), self.new_master = self.new_master, None
-        if self.master.codec is INT8:
-            remainder = split_off(self.param, master, self._dither_of_master(master, step))
+        master, self.new_master = self.new_master, None
+        if master is not None and self.master.codec is INT8:
+            remainder = split_off(self.param, master, self._dither_of_master(master))
             self.tensors[MASTER].copy_(remainder)
 
-    def _dither_of_master(self, master: Tensor, step: int) -> Tensor:
+    def _dither_of_master(self, master: Tensor) -> Tensor:
+        step = int(self.state["step"])  # which has been counted
         bits = dither_bits(self.dither_start, master.numel(), step, master.device).master
         return bits.view(master.shape)
 
     # Its step by torch operators
 
     def _stored_value(self) -> StateTensor:
-        codec = self.master.codec
-        if self.new_master is not None:
-            return StateTensor(PLAIN, self.new_master[0], None)
-        if codec is INT8:
-            return StateTensor(PLAIN, self.master.read(self.tensors), None)
-        if codec is CODES:
-            return StateTensor(PLAIN, self.param.dequantize(torch.float32), None)
-        scales = self.state_scales[0] if self.remainder is None else self.remainder
-        return StateTensor(codec, self.stepped, scales)
+        if self._starts_from_codes:
+            value = (
+                self.new_master if self.new_master is not None else self.master.read(self.tensors)
+            )
+            value = self.param.dequantize(torch.float32) if value is None else value
+            return StateTensor(PLAIN, value, None)
+        return StateTensor(self.master.codec, self.stepped, self.state_scales[0])
 
     def whole_value(self) -> Tensor:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
@@ -323,7 +301,7 @@ class Target:
             for each, x, bits in zip(stored, numbers, dither, strict=True):
                 each.replace(x, bits)
         if self._is_written and self.updates:
-            self.hold_master(value.codes, scalars.dither_step)
+            self.hold_master(value.codes)
             if not self.quantized_after_step:
                 self.write(value.decode())
                 self.settle_master()
@@ -341,8 +319,8 @@ class Target:
             self.param.dtype if grad is None else grad.dtype,
             self.stepped.dtype,
             self.write_dtype if writes else None,
-            *self.step_codecs,
-            adam_w_mode=self.group["decoupled_weight_decay"],
+            self.step_codecs,
+            adam_w=self.group["decoupled_weight_decay"],
             amsgrad=self.group["amsgrad"],
             is_contiguous=self.stepped.is_contiguous(),
         )
@@ -353,7 +331,8 @@ class Target:
         if self.group["fused"] is False or not backend.uses_kernels(param.device):
             return False
         tensors = [value, self.tensors["exp_avg"], self.tensors["exp_avg_sq"]]
-        tensors += [t for t in (grad, self.max_exp_avg_sq, self.remainder) if t is not None]
+        remainder = self.state_scales[0] if self.master.name == REST else None
+        tensors += [t for t in (grad, self.max_exp_avg_sq, remainder) if t is not None]
         scales = [t for t in self.state_scales if t is not None]
         is_quantized = isinstance(param, QuantizedTensor)
         quantized = is_quantized and not self.quantized_after_step
@@ -488,10 +467,8 @@ class BorrowedTarget(Target):
         return self.borrowed.is_of(master.to(self.write_dtype))
 
     def write(self, master: Tensor) -> None:
-        scales = ScaleWriteback([self.borrowed])
-        scales.read()
-        self.param.quantize_(master.to(self.write_dtype))
-        scales()
+        with ScaleWriteback([self.borrowed]):
+            self.param.quantize_(master.to(self.write_dtype))
         torch.autograd.graph.increment_version([self.borrowed.source])
 
     def free_initial_value(self, updates: bool = True) -> None:
@@ -545,12 +522,6 @@ class Targets:
         self.places = {owner: i for i, owner in enumerate(owners)}
         self._known = {owner: self._known[owner] for owner in owners if owner in self._known}
 
-    def unbind(self, states: dict[Tensor, State]) -> None:
-        for owner, state in states.items():
-            known = self._known.get(owner)
-            if known is not None and known.state is state:
-                known.unbind()
-
     def grad_reader(self, owners: Iterable[Tensor]) -> ReadGrad:
         """A function that returns the local part of a gradient of one of these, or None."""
         read: ReadGrad = attrgetter("grad")
@@ -559,6 +530,14 @@ class Targets:
         if any(map(is_dtensor, owners)):
             return lambda owner: local(read(owner))
         return read
+
+
+def together(each: Iterable[Any], key: Callable = attrgetter("scales")) -> list[list]:
+    """Items by a key: targets by the scales that they share, parameters with :func:`scales_of`."""
+    found: dict[Hashable, list] = defaultdict(list)
+    for one in each:
+        found[key(one)].append(one)
+    return [*found.values()]
 
 
 def scales_of(owner: Tensor) -> Hashable:

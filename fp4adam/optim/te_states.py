@@ -35,8 +35,7 @@ def initialize_state(self: Any, param: Tensor, store_param_remainders: bool | No
     engine.drop_plan()
     group = next(g for g, params in engine.groups if any(param is one for one in params))
     with torch._C.DisableTorchFunctionSubclass():
-        device = target.param.device if options.capturable else None
-        state = target.completed({}, group["amsgrad"], restart=False, device=device)
+        state = target.completed({}, group["amsgrad"], restart=False)
         engine.states[param] = engine.placed(param, state)
         if target.master.name == MASTER:
             target.record()

@@ -150,7 +150,7 @@ def test_copies_do_not_release() -> None:
     (model, optimizer), _ = pair()
     mlp_loss(model).backward()
     copied, one = copy.deepcopy((model, optimizer))
-    assert not one._is_releasing
+    assert one._release is None
     optimizer.step()
     for module in (copied, model):
         mlp_loss(module, 1).backward()

@@ -231,7 +231,7 @@ def test_bad_steps_change_nothing(device: str) -> None:
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step()
     kept, params[2].data = params[2].data, torch.zeros(3, dtype=params[2].dtype, device=device)
-    params[0].grad = params[2].grad = None
+    params[0].grad, params[2].grad = None, torch.zeros_like(params[2])
     with pytest.raises(RuntimeError, match="the state must have the shape and device of its"):
         optimizer.step()
     params[2].data = kept

@@ -193,7 +193,7 @@ class Run:
 
     def release(self, grads: list[Tensor | None]) -> None:
         """The optimizer, or a copy of one, steps parameters in their backward passes."""
-        if not self.optimizer._is_releasing:
+        if self.optimizer._release is None:
             self.optimizer.enable_gradient_release()
         self.optimizer.zero_grad()
         for param, grad in zip(self.params, grads, strict=True):
