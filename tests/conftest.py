@@ -65,7 +65,7 @@ def memory_for_others() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few", action="store_true", help="two variants of each test at most")
-    parser.addoption("--more", action="store_true", help="what --few leaves out")
+    parser.addoption("--more", action="store_true", help="others of each test, some 200 at most")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,16 +88,20 @@ SLOWEST, SLOW = "test_aot", ("test_example", "test_benchmarks", "distributed")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     if config.option.few or config.option.more:
-        variants = defaultdict(list)
+        variants = defaultdict(lambda: ([], []))  # quick and others
         for item in items:
-            if not item.get_closest_marker("exhaustive"):
-                variants[item.parent, getattr(item, "originalname", item.name)].append(item)
-        # Parameters differ most between the first and the last. Rows of a table are tests each.
-        kept = set()
-        for alike in variants.values():
-            is_table = alike[0].get_closest_marker("table")
-            kept |= {*alike} if is_table else {alike[0], alike[-1]}
-        items[:] = [item for item in items if (item in kept) == config.option.few]
+            is_other = any(map(item.get_closest_marker, ("exhaustive", "slow")))
+            variants[item.parent, getattr(item, "originalname", item.name)][is_other].append(item)
+        items.clear()
+        for quick, others in variants.values():
+            # Parameters differ most between the first and the last. Rows of a table are tests each.
+            few = (
+                quick
+                if quick and quick[0].get_closest_marker("table")
+                else quick[:1] + quick[1:][-1:]
+            )
+            more = [item for item in quick + others if item not in few]
+            items += few if config.option.few else more[:: 1 + len(more) // 200]
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

@@ -146,12 +146,15 @@ def by_world_size(
 ) -> list[Any]:
     """Arguments for :func:`run_cases`, of cases that begin with the number of ranks."""
     params = []
-    for group, marks in ((quick, ()), (exhaustive, pytest.mark.exhaustive)):
+    for group, is_more in ((quick, False), (exhaustive, True)):
         cases: dict[int, list[tuple]] = {}
         for world_size, *case in group:
             cases.setdefault(world_size, []).append(tuple(case))
         for n, each in sorted(cases.items()):
-            name = f"{function.__name__}, {n} ranks{', more' * bool(marks)}"
+            name = f"{function.__name__}, {n} ranks{', more' * is_more}"
+            marks = (
+                pytest.mark.exhaustive if is_more else pytest.mark.slow if n not in (2, 3) else ()
+            )
             params.append(pytest.param(function, n, each, marks=marks, id=name))
     return params
 

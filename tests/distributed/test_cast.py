@@ -137,6 +137,7 @@ def test_union_of_shards_is_the_full_cast(format, path_device, data):
     assert_same_storage(weight, quantized_by_torch(quantizer, x.to(dtype)))
 
 
+@pytest.mark.slow
 def test_whole_tiles_and_cut_ones_of_many_weights_give_the_full_cast(path_device):
     weights, values, cuts = [], [], []
     for i, (quantizer, shape) in enumerate(

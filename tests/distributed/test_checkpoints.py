@@ -137,6 +137,7 @@ def save_in_the_background(rank: int, path: Path) -> None:
             load(twin, path / layout / str(i))
 
 
+@pytest.mark.slow
 def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
     run(save_in_the_background, 2, tmp_path)
 
@@ -180,5 +181,6 @@ def load_plain(rank: int, path: Path) -> None:
                     assert torch.equal(master, start.float()), name
 
 
+@pytest.mark.slow
 def test_plain_weights_and_states_of_adamw_load_into_quantized_shards(tmp_path):
     run(load_plain, 3, tmp_path)

@@ -162,6 +162,7 @@ def train_compiled(rank: int, recipe: str) -> None:
 
 
 # Scales that are filled in anew: of blocks that 192 rows cut, and in the order of GEMMs.
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["float8block", "nvfp4, codes"])
 def test_compiled_layers(recipe):
     run(train_compiled, 2, recipe, timeout=400.0)
@@ -231,7 +232,7 @@ def misuse_wrappers(rank: int) -> None:
         (exchange_shards, 2),
         (disagree, 2),
         (shard_otherwise, 4),
-        (restart_from_large_moments, 2),
+        pytest.param(restart_from_large_moments, 2, marks=pytest.mark.slow),
         (train_with_muon, 2),
         (release_in_replicas, 2),
         (quantize_differently, 2),
@@ -276,6 +277,7 @@ def train_stages(rank: int, recipe: str, schedule_class: type) -> None:
         assert_identical(dict(optimizer.state[param]), dict(expected.state[same]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["nvfp4", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in FORMATS[1:])]
 )

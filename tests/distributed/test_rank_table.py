@@ -221,6 +221,7 @@ NO_GRADIENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, examples",
     [(2, 1), (3, 2), *(pytest.param(n, 8, marks=pytest.mark.exhaustive) for n in (2, 3))],

@@ -80,6 +80,7 @@ def follow_remainders(rank: int, recipe: str, rows: int, cols: int) -> None:
     check_shards(twin.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, cases",
     [(2, [("nvfp4", 64, 32), ("mxfp8", 128, 64)]), (4, [("nvfp4", 64, 16)])],  # cut by FSDP2

@@ -424,6 +424,7 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *args: None)
 
 
+@pytest.mark.slow
 def test_tables_are_kept_while_addresses_hold(device, monkeypatch, by_kernels):
     from fp4adam.distributed import cast_launch
 

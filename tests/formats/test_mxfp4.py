@@ -60,6 +60,7 @@ def train_shards(rank: int, folder: str) -> None:
                 assert torch.equal(own, param), name
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one(tmp_path):
     run_ranks(train_shards, 2, str(tmp_path))
 

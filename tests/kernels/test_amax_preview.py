@@ -85,6 +85,7 @@ def test_amax_is_that_of_the_updated_weight(quantizer, case, value, device):
         assert_exact(*weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("quantizer", [NVFP4, FLOAT8_QUANTIZER], ids=["nvfp4", "float8"])
 def test_a_lost_maximum_is_found_elsewhere(special, quantizer, device):
@@ -100,6 +101,7 @@ def test_a_lost_maximum_is_found_elsewhere(special, quantizer, device):
     assert special == 1e30 or param._amax < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("quantizer", [NVFP4, FLOAT8_QUANTIZER], ids=["nvfp4", "float8"])
 def test_after_foreign_writes_int8_masters_are_previewed_anew(quantizer, name, device, monkeypatch):
@@ -160,6 +162,7 @@ def test_rounding_to_subnormal_numbers_hides_no_tile(device):
     assert not exceeding(optimizer).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("two_dimensional", "usage", "quantize_from"),
     [

@@ -134,6 +134,7 @@ def test_kernels_and_operators_step_alike(quantizer, shapes, options, device, mo
     assert_alike(quantizer, values, steps, device, monkeypatch, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize(
     "quantizer", [NVFP4Quantizer(), Float8Quantizer()], ids=["nvfp4", "float8"]
@@ -151,6 +152,7 @@ def test_previews_of_int8_masters_find_every_amax(quantizer, device, monkeypatch
     assert_alike(quantizer, values, steps, device, monkeypatch, states="8bit")
 
 
+@pytest.mark.slow
 def test_large_gradients_after_small_ones(device, monkeypatch):
     generator, steps = torch.Generator().manual_seed(1), []
     for i, lr in enumerate((1e-5, 1e-5, 0.3, 0.2, 1e-5), 1):

@@ -161,6 +161,7 @@ def test_other_operators_see_decoded_values(read):
     assert turned.stride() == expected.stride() and len(turned) == EXPERTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 def test_functions_of_torch_and_compiled_graphs_take_stacks(transposed):
     model = make(transposed=transposed)
@@ -245,6 +246,7 @@ def train_model(rank: int, recipe: str, sharded: bool) -> tuple[list[float], lis
     return losses, [master.full_tensor() if sharded else master for master in masters]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nvfp4", "float8block"])
 def test_fsdp(recipe):
     alone = train_model(0, recipe, False)

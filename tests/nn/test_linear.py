@@ -161,6 +161,7 @@ def test_dequantized_weight_is_freed_at_once(recipe, autocast, monkeypatch):
     assert len(references) == 4 and all(reference() is None for reference in references)
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     "recipe", [*FORMATS, *(Recipe(name, activations="fake") for name in FORMATS)], ids=str

@@ -322,6 +322,7 @@ def test_recipe_stays_with_the_weight():
     assert layer_in(Recipe("nvfp4")).weight.quantizer.operands == Operands()
 
 
+@pytest.mark.slow
 @compiles
 @every_format
 def test_compiles_in_one_graph_without_opaque_operators(weights):

@@ -280,6 +280,7 @@ def measure_sharded(rank: int, name: str, width: int, n_layers: int, ranks: int)
     return monitor.measure()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "n_layers", "ranks"),
     # Shards of 20 rows cut blocks; the mean of 4 equal gradients is exact. One amax is no sum.

@@ -66,6 +66,7 @@ def test_autocast_training_with_scaler_learns(device: str) -> None:
     assert_bytes_are_of_masters(optimizer)
 
 
+@pytest.mark.slow
 @compiles
 @every_recipe
 def test_compiled_model_and_step_train_as_the_eager_ones(quantizer: Quantizer, device: str) -> None:

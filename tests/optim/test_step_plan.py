@@ -130,6 +130,7 @@ def test_any_tensor_of_another_layout_takes_the_slower_path(to, remainders, devi
 # What fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["32bit", "8bit"])
 def test_a_first_step_whose_kernels_cannot_be_compiled_is_repeated(states, device, monkeypatch):
     params = [make_weight(RECIPES["mxfp8"], device, keeps_value=True), *make_params(device)]
@@ -178,6 +179,7 @@ def count_launches(monkeypatch, optimizer):
     return launches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantizer", "shape", "kernels"),
     [

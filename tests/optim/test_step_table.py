@@ -922,7 +922,7 @@ def takes(path: str, case: Case, name: str = "") -> bool:
 
 
 def rows() -> list[Any]:
-    """All of the table; quick are half of it for operators, and some rows of other paths."""
+    """All of the table; quick are half of it for operators, some rows of other paths; half is slow."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
@@ -931,7 +931,8 @@ def rows() -> list[Any]:
                     continue
                 turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
                 quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
-                marks = () if quick else [pytest.mark.exhaustive]
+                later = [pytest.mark.slow if quick else pytest.mark.exhaustive]
+                marks = [] if 2 * turn < QUICK[path] and quick else later
                 if path == "kernels" and turn > 2 or path == "offload" and turn > 5:
                     marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
@@ -992,7 +993,7 @@ def check_programs(path: str, device: str, programs: int, number: int = 0) -> No
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("path", "programs"),
-    [(path, QUICK[path] + 1) for path in PATHS]
+    [(path, QUICK[path] // 2 + 1) for path in PATHS]
     + [
         pytest.param(path, 60 * n, marks=[pytest.mark.exhaustive, pytest.mark.nightly])
         for path, n in QUICK.items()
