@@ -922,7 +922,7 @@ def takes(path: str, case: Case, name: str = "") -> bool:
 
 
 def rows() -> list[Any]:
-    """All of the table; quick are half of it for operators, some rows of other paths; half is slow."""
+    """All of the table; quick are half of it for operators, some of other paths; half is slow."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
