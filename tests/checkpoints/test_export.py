@@ -300,8 +300,9 @@ def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
-    model._init_weights = lambda module: module.mask.fill_(2)  # as models of transformers do
-    assert import_checkpoint(model, tmp_path).mask.sum() == 6
+    # As models of transformers do, parameters as well.
+    model._init_weights = lambda module: (module.mask.fill_(2), module.up.bias.data.zero_())
+    assert import_checkpoint(model, tmp_path).mask.sum() == 6 and model.up.bias.all()
 
 
 # State dict hooks

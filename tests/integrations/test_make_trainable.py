@@ -24,11 +24,7 @@ from small_models import logits, make, train
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
-from transformers import (
-    AutoModelForCausalLM,
-    CompressedTensorsConfig,
-    FineGrainedFP8Config,
-)
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 
