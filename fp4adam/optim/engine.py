@@ -106,7 +106,8 @@ class Engine:
         if members == self._divided:
             return
         self.targets.keep_only(self.params)
-        self._divided, self.parts, group_of = members, {}, self._group_of()
+        self._divided, self.parts = members, {}
+        group_of = {param: group for group, params in self.groups for param in params}
         for params in join(together(self.params, scales_of)):
             own: dict[int, Group] = {}
             for param in params:
@@ -115,9 +116,6 @@ class Engine:
             part = Engine(self.targets, [*own.values()], self.states)
             part.is_part = True
             self.parts |= dict.fromkeys(params, part)
-
-    def _group_of(self) -> dict[Tensor, dict[str, Any]]:
-        return {param: group for group, params in self.groups for param in params}
 
     @property
     def params(self) -> list[Tensor]:
@@ -277,7 +275,7 @@ class Engine:
                 checks.check_gradient(name, param, grad)
                 self._check_state(param)
         # A new amax changes every tensor that shares it, even those without a gradient.
-        group_of = self._group_of()
+        updated = {p for group, own in self.groups if self.updates(group) for p in own}
         stepped: set[Tensor] = set()
         moving: set[Tensor] = set()
         for members in together(self.params, scales_of):
@@ -289,7 +287,7 @@ class Engine:
                     for param in members:
                         checks.check_steppable(name, param)
                         self._check_state(param)
-            if any(self.updates(group_of[param]) for param in members):
+            if not updated.isdisjoint(members):
                 moving.update(members)
         return stepped, moving
 

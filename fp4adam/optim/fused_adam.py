@@ -202,15 +202,15 @@ class FusedAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; nothing has changed if it raises."""
+        if isinstance(param_group, dict):
+            checks.check_group_names(self._targets.options, param_group)
+            self._check_options({**self.defaults, **param_group})
         count = len(self.param_groups)
         try:
             super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            checks.check_group_names(self._targets.options, group)
-            self._check_options(group)
-            for param in group["params"]:
+            for param in self.param_groups[-1]["params"]:
                 checks.check_param(self._targets.options, param)
-            self._targets.meet(group["params"])
+            self._targets.meet(self.param_groups[-1]["params"])
             _join_scale_groups(self.param_groups, self.scale_groups)
         except BaseException:
             del self.param_groups[count:]

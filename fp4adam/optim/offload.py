@@ -112,9 +112,6 @@ class OffloadedEngine(Engine):
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
         self.states |= {param: {**state, **chunk.host[param]} for param, state in new.items()}
-        self._let_go(part)
-
-    def _let_go(self, part: Engine) -> None:
         part.drop_plan()
         part.states = {}
 
@@ -126,7 +123,8 @@ class OffloadedEngine(Engine):
         alike = {part: each for part, each in self._chunks.items() if each.link is link}
         for part, each in alike.items():  # which keep the old buffers alive
             each.leave_buffer()
-            self._let_go(part)
+            part.drop_plan()
+            part.states = {}
         link.buffers = [torch.empty(0, device="cpu")] * 2
         for number in range(2):
             sizes = [each.nbytes for each in alike.values() if each.number == number]

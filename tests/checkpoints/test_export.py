@@ -437,6 +437,8 @@ EXPORT_ERRORS = [
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
     (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),
     ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
+    ("nvfp4", lambda m: (m.register_state_dict_post_hook(dequantize_all), setattr(m, "down", m.up)),
+     {}, "'up.weight' and 'down.weight' must be two weights"),
     ("nvfp4", mix, {}, "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
     ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, or stacks.*, got 'other'"),
     ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),

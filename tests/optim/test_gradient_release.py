@@ -216,8 +216,9 @@ def test_an_optimizer_that_is_gone_releases_nothing() -> None:
 def test_a_removed_release_keeps_no_parameters_alive() -> None:
     model, optimizer = pair(None)[0]
     mlp_loss(model, 0).backward()
+    handle = optimizer._release
     for _ in range(2):
-        optimizer._release.remove()
+        handle.remove()
     assert not any(param._post_accumulate_grad_hooks for param in all_params(optimizer))
     gone = weakref.ref(model[0].weight)
     optimizer.state.pop(model[0].weight)
