@@ -49,6 +49,7 @@ def weight(quantizer, seed=0, shape=(64, 96)):
         (dict(states="8bit"), (torch.int8, torch.uint8, torch.uint8), torch.int16),
         (dict(states="16bit"), (torch.float16, torch.bfloat16, torch.bfloat16), torch.float16),
         (dict(states="32bit"), (torch.float32,) * 3, torch.float32),
+        (dict(states="factored"), (torch.int8, torch.uint8, torch.float32), torch.int16),
         # Single options go before the word; BF16 parameters have remainders of their own.
         (
             dict(states="8bit", exp_avg_dtype=torch.bfloat16),
@@ -109,6 +110,41 @@ def test_amsgrad_needs_float32_second_moments():
     with pytest.raises(NotImplementedError, match="with amsgrad"):
         take_steps(optimizer, [0])
     assert not param.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (FP4Adam, dict(states="factored", amsgrad=True), "with amsgrad, got factored"),
+        (FusedAdam, dict(states="factored"), "FusedAdam with the layout of Transformer Engine"),
+        (FP4Adam, dict(states="factored", adam_w_mode=True), "use FP4Adam without adam_w_mode"),
+        (FP4Adam, dict(exp_avg_sq_dtype="factored"), "got master_weight_dtype torch.float32"),
+    ],
+    ids=str,
+)
+def test_factored_second_moments_are_refused(kind, options, words):
+    with pytest.raises((NotImplementedError, ValueError), match=words):
+        kind([weight(NVFP4Quantizer())], **options)
+
+
+def test_factored_second_moments_are_of_quantized_matrices():
+    shapes = [(64, 96), (64, 48), (2, 16, 32)]
+    params = [weight(NVFP4Quantizer(), 0, shape) for shape in shapes]
+    params.append(Parameter(torch.ones(64, 96)))
+    optimizer = FP4Adam(params, states="factored")
+    take_steps(optimizer, [0, 1])
+    found = [optimizer.state[param]["exp_avg_sq"] for param in params]
+    assert [tuple(each.shape) for each in found] == [(64,), *shapes[1:], (64, 96)]
+    assert optimizer.state_nbytes()[params[0]] == 64 * 96 * 2 + 64 * 3 + 4 * (64 + 96)
+    adamw = AdamW([Parameter(torch.zeros(param.shape)) for param in params])
+    adamw.load_state_dict(optimizer.state_dict())
+    saved = adamw.state_dict()
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg_sq"], found[0])
+    # Factors that another optimizer has left behind are no longer those.
+    saved["state"][0]["exp_avg_sq"].mul_(4)
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq"], 4 * found[0])
 
 
 OTHERS = {
