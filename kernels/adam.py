@@ -377,8 +377,8 @@ def step_tile(
     value, float32, if the caller has decoded it and stores it. factors: of the second moment, if it
     has them. start, stride and BC must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`; of factors without a unit,
-    with the second moment that was loaded.
+    and exp_avg / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`. With factors it has no
+    unit, and the second moment is that which was loaded.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec

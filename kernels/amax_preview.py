@@ -125,12 +125,11 @@ def _amax_preview_kernel(
 
     # A weight of magnitude old_amax, and any weight that could overtake it, is above the threshold.
     COMPLETES: tl.constexpr = VARIANT.value_codec == "int8"
-    FACTORED: tl.constexpr = VARIANT.exp_avg_sq_codec == "factored"
     of_group = scalars + field(table, tensors, "scalars") * SCALARS_WIDTH
     decay = tl.load(of_group + scalar("largest_decay"))
     if COMPLETES:
         ratio = tl.load(tile_ratios + index, inside, 0.0)
-        if FACTORED:
+        if VARIANT.exp_avg_sq_codec == "factored":
             means = field(table, tensors, "exp_avg_sq_scale").to(tl.pointer_type(tl.float32))
             inverse = tl.load(means + field(table, tensors, "cols"))
             ratio = tl.div_rn(ratio, tl.sqrt_rn(inverse))
@@ -185,7 +184,7 @@ def _amax_preview_kernel(
                 # Widths are multiples of 16, so the mask allows vector accesses.
                 mask, master = tl.max_constancy(mask, (1, 16)), None
             factors = None
-            if FACTORED:
+            if VARIANT.exp_avg_sq_codec == "factored":
                 factors = load_factors(pointers, row, part_col, mask, 0, cols, BR, BC)
             updated = step_tile(
                 pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, None, master,

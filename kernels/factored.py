@@ -3,8 +3,6 @@
 ``fp4adam.optim.state_codec.Factored`` does the same in torch operators, in the same order.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,6 @@ import triton.language as tl
 from fp4adam.kernels.adam import SIGNALS, load_scalars
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
-    TRITON_DTYPES,
     field,
     load_tile,
     pointer,
@@ -23,12 +20,9 @@ from fp4adam.kernels.launch.tensor_table import (
 from fp4adam.kernels.launch.tile_lists import tile_grid
 from fp4adam.kernels.tiles.codes import to_float32
 
-# Running sums of each row or column, which the order of additions follows from, and a program's
-# rows or columns.
+# The running sums of a row or column, whose number is part of the order, and a program's of these.
 LEVELS, ITEMS = tl.constexpr(8), tl.constexpr(32)
 SUMS = tl.constexpr(2**LEVELS.value)
-# Below the smallest normal mean there is nothing to share, and one over it would be infinite.
-LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -46,8 +40,7 @@ def load_factors(pointers, row, col, mask, rows, cols, BR: tl.constexpr, BC: tl.
 def _means(sums, count):
     """Means, float32 [n], of ``count`` numbers each, of which there are sums [n, SUMS]."""
     for _ in tl.static_range(LEVELS):
-        pairs = tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2))
-        first, second = tl.split(pairs)
+        first, second = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)))
         sums = first + second
     return tl.div_rn(tl.reshape(sums, (sums.shape[0],)), count.to(tl.float32))
 
@@ -68,48 +61,43 @@ def _means_kernel(
     rows, cols = field(table, tensor, "rows", tl.int32), field(table, tensor, "cols", tl.int32, 32)
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     grads = pointer(table, tensor, "grad", GRAD)
-    by_row = pointer(table, tensor, "exp_avg_sq", tl.float32)
     by_column = pointer(table, tensor, "exp_avg_sq_scale", tl.float32)
+    means = pointer(table, tensor, "exp_avg_sq", tl.float32) if BY_ROW else by_column
+    first, end, length = (row, rows, cols) if BY_ROW else (col, cols, rows)
     BR: tl.constexpr = ITEMS if BY_ROW else SUMS
     BC: tl.constexpr = SUMS if BY_ROW else ITEMS
     sums = tl.zeros((BR, BC), tl.float32)
-    for i in range(tl.cdiv(cols if BY_ROW else rows, SUMS)):
+    for i in range(tl.cdiv(length, SUMS)):
         top, left = (row, col + i * SUMS) if BY_ROW else (row + i * SUMS, col)
         mask = (top + tl.arange(0, BR) < rows)[:, None] & (left + tl.arange(0, BC) < cols)[None, :]
         mask = tl.max_constancy(mask, (1, 32))
         ptr = grads + tile_start(top, left, cols) + tile_offsets(cols, BR, BC, 8)
         g = to_float32(tl.load(ptr, mask, 0.0)) * constants.factor
         sums += tl.where(mask, g * g, 0.0)
-    if BY_ROW:
-        item = row + tl.arange(0, ITEMS)
-        inside, ptr, new = item < rows, by_row + item, _means(sums, cols)
-    else:
-        item = col + tl.arange(0, ITEMS)
-        inside, ptr, new = item < cols, by_column + item, _means(tl.trans(sums), rows)
-    old = tl.load(ptr, inside, 0.0) * constants.beta2
-    tl.store(ptr, old + new * constants.one_minus_beta2, inside)
+    new = _means(sums if BY_ROW else tl.trans(sums), length) * constants.one_minus_beta2
+    item = first + tl.arange(0, ITEMS)
+    old = tl.load(means + item, item < end, 0.0)
+    tl.store(means + item, old * constants.beta2 + new, item < end)
     if BY_ROW and row == 0:
         of_all = tl.zeros((1, SUMS), tl.float32)
-        for first in range(0, cols, SUMS):
-            j = first + tl.arange(0, SUMS)[None, :]
+        for left in range(0, cols, SUMS):
+            j = left + tl.arange(0, SUMS)[None, :]
             of_all += tl.load(by_column + j, j < cols, 0.0)
         mean = tl.max(_means(of_all, cols), 0)
-        # NaN for Inf, as for NaN: no mean that is not finite stands for anything.
+        # NaN of Inf, too. Below normal means there is nothing, and one over them may be infinite.
         inverse = tl.div_rn(1.0, mean + (mean - mean))
-        tl.store(by_column + cols, tl.where(mean < LEAST, 0.0, inverse))
+        tl.store(by_column + cols, tl.where(mean < 2.0**-126, 0.0, inverse))
 
 
-def renewal(key: Any, tensors: tuple) -> list[Launch]:
-    """The launches after a step, by column and by row; arguments as for ``adam.StepLaunch``."""
-    shapes, _, table, scalars = tensors
-    made = []
+def renewal(grad_dtype: tl.dtype, tensors: tuple) -> list[Launch]:
+    """The launches after a step, by column and by row; tensors as for ``adam.StepLaunch``."""
+    (shapes, _, table, scalars), made = tensors, []
     for by_row in (False, True):
         tiles = [
             tile_grid((i, 0, n, 0, m), (ITEMS.value, m) if by_row else (n, ITEMS.value))
             for i, (n, m) in enumerate(shapes)
         ]
-        tiles = torch.cat(tiles).to(table.device)
-        constexprs = dict(GRAD=TRITON_DTYPES[key.grad_dtype], BY_ROW=by_row)
-        given = table, scalars, tiles
-        made.append(Launch(_means_kernel, len(tiles), given, constexprs, num_warps=8))
+        given = table, scalars, torch.cat(tiles).to(table.device)
+        constexprs = dict(GRAD=grad_dtype, BY_ROW=by_row)
+        made.append(Launch(_means_kernel, sum(map(len, tiles)), given, constexprs, num_warps=8))
     return made

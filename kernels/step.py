@@ -271,8 +271,8 @@ def step_kernel(
             scales = scales_of(old_scales, i) if IN_WORDS else None
             factors = None
             if FACTORED:
-                at = first_row + i * DR, first_col + i * DC
-                factors = load_factors(states, at[0], at[1], mask, rows, cols, BR, BC)
+                at, beside = first_row + i * DR, first_col + i * DC
+                factors = load_factors(states, at, beside, mask, rows, cols, BR, BC)
             value, scales, new_ratio = step_tile(
                 states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master,
                 factors,
@@ -497,7 +497,8 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     variant = variant._replace(lanes=lanes_of(F, variant))
     tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
-    after = renewal(key, tensors) if variant.exp_avg_sq_codec == "factored" else []
+    is_factored = variant.exp_avg_sq_codec == "factored"
+    after = renewal(variant.grad_dtype, tensors) if is_factored else []
     updates, rest = update_scaled(table, scalars, shapes, variant)
     sm = compute_capability(table.device)
     kinds = [(rest, form) for form in forms(F, rest, sm)]

@@ -275,8 +275,8 @@ class QuantizationMonitor:
             # E4M3 codes have a sign; those of second moments have none.
             signed = first if first.is_floating_point() else first & 0x7F
             found |= {"moments": first.numel(), "exp_avg_zeros": (signed == 0).sum()}
-            # Factored ones have a number per row.
-            found["exp_avg_sq_zeros"] = (second == 0).sum() * (first.numel() // max(1, second.numel()))
+            each = first.numel() // max(1, second.numel())  # factored ones have a number per row
+            found["exp_avg_sq_zeros"] = (second == 0).sum() * each
         return found
 
     def _inspect_codes(self, name: str, codes: Tensor, kind: CodeType) -> dict[str, Any]:

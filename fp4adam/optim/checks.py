@@ -27,11 +27,13 @@ CAPTURE_AROUND = (
 
 def check_options(options: Options, group: Mapping[str, Any], as_te: bool = False) -> None:
     codec = options.codecs(torch.float32)["exp_avg_sq"]
-    if codec is FACTORED and (as_te or not group.get("decoupled_weight_decay", True)):
+    decay = group.get("decoupled_weight_decay", True)
+    master = options.master_weight_dtype if options.master_weights else None
+    if codec is FACTORED and (as_te or not decay or master not in (None, torch.int8)):
         raise NotImplementedError(
-            f"exp_avg_sq_dtype must not be 'factored' for {options.name} in the layout of "
-            "Transformer Engine, or without decoupled_weight_decay, got it: means by row and "
-            "column are not in that layout, and are of gradients alone; use FP4Adam without these"
+            "factored second moments must come with decoupled_weight_decay, int8 masters or none, "
+            f"and without Transformer Engine's layout, got {decay}, {master} and {options.name} "
+            f"with as_te={as_te}; pass states='factored' to FP4Adam, without adam_w_mode"
         )
     if group.get("amsgrad", False) and not codec.exact:
         raise NotImplementedError(
@@ -290,6 +292,6 @@ def check_state(
                 found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
             if found != wanted:
                 raise RuntimeError(
-                    f"{SCALES[name]} must be contiguous {wanted[1]} {wanted[0]} on {wanted[2]}, got "
-                    f"{found}; load states with load_state_dict()"
+                    f"{SCALES[name]} must be contiguous {wanted[1]} {wanted[0]} on {codes.device}, "
+                    f"got {found}; load states with load_state_dict()"
                 )

@@ -48,12 +48,6 @@ class Options:
             )
         given = {name: value for name, value in given.items() if value is not None}
         chosen = STATES[states] | given
-        master = chosen["master_weight_dtype"] if chosen["master_weights"] else torch.int8
-        if chosen["exp_avg_sq_dtype"] == "factored" and master != torch.int8:
-            raise ValueError(
-                f"master_weight_dtype must be int8 with factored second moments, got {master}, of "
-                "which a step takes elements in any order; pass states='factored'"
-            )
         if not chosen["master_weights"]:  # or small updates would never move BF16 parameters
             chosen["store_param_remainders"] = given.get("store_param_remainders", True)
         elif chosen["master_weight_dtype"] == torch.float16:  # as in Transformer Engine

@@ -407,9 +407,6 @@ def _check_state(i: int, param: Tensor, saved: Any) -> None:
             _check_tensor(f"the scales of {what}", scales, param, codec.scale_dtype, of_scales)
         else:
             _check_tensor(what, value, param)
-    if FACTORS in saved:
-        shape = (sum(param.shape) + 1,)
-        _check_tensor(f"{FACTORS} of parameter {i}", saved[FACTORS], param, shape=shape)
     if REST in saved:
         _check_tensor(f"{REST} of parameter {i}", saved[REST], param, torch.int16)
         if param.dtype != torch.bfloat16:
