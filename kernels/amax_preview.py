@@ -131,8 +131,7 @@ def _amax_preview_kernel(
         ratio = tl.load(tile_ratios + index, inside, 0.0)
         if VARIANT.exp_avg_sq_codec == "factored":
             means = field(table, tensors, "exp_avg_sq_scale").to(tl.pointer_type(tl.float32))
-            inverse = tl.load(means + field(table, tensors, "cols"))
-            ratio = tl.div_rn(ratio, tl.sqrt_rn(inverse))
+            ratio = tl.div_rn(ratio, tl.sqrt_rn(tl.load(means + field(table, tensors, "cols"))))
         largest_update = _largest_update(of_group, ratio)
         threshold = old_amax * COMPLETED_SLACK - tl.div_rn(2.0 * largest_update, decay)
         if not AGAIN:

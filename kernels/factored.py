@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.adam import SIGNALS, load_scalars
+from fp4adam.kernels.adam import SIGNALS, Variant, load_scalars
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import (
     field,
@@ -83,21 +83,21 @@ def _means_kernel(
         for left in range(0, cols, SUMS):
             j = left + tl.arange(0, SUMS)[None, :]
             of_all += tl.load(by_column + j, j < cols, 0.0)
-        mean = tl.max(_means(of_all, cols), 0)
+        mean = tl.sum(_means(of_all, cols), 0)
         # NaN of Inf, too. Below normal means there is nothing, and one over them may be infinite.
         inverse = tl.div_rn(1.0, mean + (mean - mean))
         tl.store(by_column + cols, tl.where(mean < 2.0**-126, 0.0, inverse))
 
 
-def renewal(grad_dtype: tl.dtype, tensors: tuple) -> list[Launch]:
+def renewal(variant: Variant, tensors: tuple) -> list[Launch]:
     """The launches after a step, by column and by row; tensors as for ``adam.StepLaunch``."""
     (shapes, _, table, scalars), made = tensors, []
-    for by_row in (False, True):
+    for by_row in (False, True) if variant.exp_avg_sq_codec == "factored" else ():
         tiles = [
             tile_grid((i, 0, n, 0, m), (ITEMS.value, m) if by_row else (n, ITEMS.value))
             for i, (n, m) in enumerate(shapes)
         ]
         given = table, scalars, torch.cat(tiles).to(table.device)
-        constexprs = dict(GRAD=grad_dtype, BY_ROW=by_row)
+        constexprs = dict(GRAD=variant.grad_dtype, BY_ROW=by_row)
         made.append(Launch(_means_kernel, sum(map(len, tiles)), given, constexprs, num_warps=8))
     return made

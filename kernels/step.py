@@ -497,8 +497,7 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     variant = variant._replace(lanes=lanes_of(F, variant))
     tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
-    is_factored = variant.exp_avg_sq_codec == "factored"
-    after = renewal(variant.grad_dtype, tensors) if is_factored else []
+    after = renewal(variant, tensors)
     updates, rest = update_scaled(table, scalars, shapes, variant)
     sm = compute_capability(table.device)
     kinds = [(rest, form) for form in forms(F, rest, sm)]

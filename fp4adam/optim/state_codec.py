@@ -246,7 +246,7 @@ class Factored(StateCodec):
 
     def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         codes, scales = self.zeros_like(x)
-        self.update_(codes, scales, x, 0.0, 1.0)
+        self.update_(codes, scales, x)
         return codes, scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -259,13 +259,11 @@ class Factored(StateCodec):
         codes, scales = (param.new_zeros(n, dtype=self.dtype) for n in self.shapes(param.shape))
         return codes, scales
 
-    def update_(
-        self, codes: Tensor, scales: Tensor, x: Tensor, beta2: float, one_minus_beta2: float
-    ) -> None:
-        """Let the means follow those of ``x`` [n, m]."""
-        by_column = scales[:-1]
-        codes.mul_(beta2).add_(_means(x) * one_minus_beta2)
-        by_column.mul_(beta2).add_(_means(x.T) * one_minus_beta2)
+    def update_(self, codes: Tensor, scales: Tensor, x: Tensor, *shares: float) -> None:
+        """Average the means with those of ``x`` [n, m]; ``shares``: of both, or 0 and 1."""
+        by_column, (old, new) = scales[:-1], shares or (0.0, 1.0)
+        codes.mul_(old).add_(_means(x) * new)
+        by_column.mul_(old).add_(_means(x.T) * new)
         mean = _means(by_column[None])
         # No mean that is not finite stands for anything, and below normal ones there is nothing.
         inverse = (mean + (mean - mean)).reciprocal()

@@ -323,8 +323,8 @@ class Target:
             dither = dither_bits(self.dither_start, grad.numel(), scalars.dither_step, grad.device)
             for each, x, bits in zip(stored, numbers, dither, strict=True):
                 if each.codec is FACTORED:
-                    betas = scalars.beta2, scalars.one_minus_beta2
-                    FACTORED.update_(*each[1:], given * given, *betas)
+                    shares = scalars.beta2, scalars.one_minus_beta2
+                    FACTORED.update_(*each[1:], given * given, *shares)
                 else:
                     each.replace(x, bits)
         if self._is_written and self.updates:

@@ -180,17 +180,6 @@ def means(x: Tensor) -> list[Tensor]:
     return found
 
 
-def product(by_row: Tensor, scales: Tensor) -> Tensor:
-    """The matrix that these means by row, and by column with one over their mean, stand for."""
-    return (by_row * scales[-1])[:, None] * scales[:-1]
-
-
-def with_inverse(by_column: Tensor) -> Tensor:
-    (mean,) = means(by_column[None])[0]
-    inverse = 1 / mean if mean >= 2.0**-126 else torch.zeros(())
-    return torch.cat((by_column, inverse[None]))
-
-
 def high_half(value: Tensor) -> tuple[Tensor, Tensor]:
     """BF16, nearest with ties away from zero, and the int16 remainder of the bits of float32."""
     bits = value.numpy().view(np.int32).astype(np.int64)
@@ -360,8 +349,12 @@ class Cell:
             old = self.stored.get("exp_avg_sq", zero), scales[:-1]
             new = means(grad * grad)
             kept = [x * beta2 + y * (1 - beta2) for x, y in zip(old, new, strict=True)]
-        self.stored |= {"exp_avg_sq": kept[0], "exp_avg_sq_scale": with_inverse(kept[1])}
-        self.moments["exp_avg_sq"] = product(kept[0], self.stored["exp_avg_sq_scale"])
+        by_row, by_column = kept
+        (mean,) = means(by_column[None])[0]
+        inverse = 1 / mean if mean >= 2.0**-126 else torch.zeros(())
+        scales = torch.cat((by_column, inverse[None]))
+        self.stored |= {"exp_avg_sq": by_row, "exp_avg_sq_scale": scales}
+        self.moments["exp_avg_sq"] = (by_row * inverse)[:, None] * by_column
 
     def round(self) -> None:
         random = dither("master_param", self.value.shape, self.step, self.place)
