@@ -256,8 +256,8 @@ class Factored(StateCodec):
         return param[:1], torch.Size([param[1] + 1])
 
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = (param.new_zeros(n, dtype=self.dtype) for n in self.shapes(param.shape))
-        return codes, scales
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=param.device)
+        return tuple(map(zeros, self.shapes(param.shape)))
 
     def update_(self, codes: Tensor, scales: Tensor, x: Tensor, *shares: float) -> None:
         """Average the means with those of ``x`` [n, m]; ``shares``: of both, or 0 and 1."""

@@ -31,10 +31,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> Tensor:
-    """Update number ``step`` of a parameter group's AdamW, on a float32 value and its moments.
-
-    Returns the gradient as it is taken.
-    """
+    """Update number ``step`` by a group, of a float32 value and its moments; returns its gradient."""
     for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
         moments.setdefault(name, torch.zeros_like(value))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
