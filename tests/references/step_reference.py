@@ -31,7 +31,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> Tensor:
-    """Update number ``step`` by a group, of a float32 value and its moments; returns its gradient."""
+    """Update ``step`` by a group, of a float32 value and its moments; returns the gradient."""
     for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
         moments.setdefault(name, torch.zeros_like(value))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
