@@ -18,8 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Opcodes that round otherwise than one correctly rounded operation after the other; no root of
-# ``step_tile``, from which a bound is made.
+# Opcodes that round otherwise than correctly rounded operations in turn; a bound's roots may.
 INEXACT = r"^fma|^div\.full|^(?!rsqrt\.approx).*(approx|\.ftz)"
 
 Facts = dict[str, Any]
