@@ -47,7 +47,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("name", nargs="?", help="what from_pretrained takes: a folder or a name on the hub")
     add("--config", metavar="NAME", help="random weights in the shape of this model instead")
     add("--format", choices=FORMATS, default="nvfp4", help="default: nvfp4")
-    add("--states", choices=("8bit", "16bit", "32bit"), default="8bit", help="default: 8bit")
+    add(
+        "--states",
+        choices=("factored", "8bit", "16bit", "32bit"),
+        default="8bit",
+        help="default: 8bit",
+    )
     add("--masters", choices=MASTERS, help="default: as --states says")
     add("--text", type=folders, metavar="DIR,...", default=[], help="default: Python's own library")
     add("--out", type=Path, metavar="DIR", default=Path("runs/full"), help="default: runs/full")

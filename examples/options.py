@@ -29,6 +29,7 @@ STATES: dict[str, dict[str, Any]] = {
 STATES |= {
     "16bit": {"states": "16bit"},
     "8bit": {"states": "8bit"},
+    "factored": {"states": "factored"},
     "fp16-masters": {"states": "8bit", "master_weight_dtype": torch.float16},
     "no-masters": {"states": "8bit", "master_weights": False},
 }

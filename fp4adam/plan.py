@@ -43,6 +43,8 @@ SETUPS = (
     Setup("FP4Adam, NVFP4, 16bit states", "16bit", _NVFP4),
     Setup("FP4Adam, MXFP8, 8bit states", "8bit", _MXFP8),
     Setup("FP4Adam, MXFP8, 8bit, no masters", "8bit", _MXFP8, masters=False),
+    Setup("FP4Adam, MXFP8, factored, no masters", "factored", _MXFP8, masters=False),
+    Setup("FP4Adam, NVFP4, factored", "factored", _NVFP4),
     Setup("FP4Adam, NVFP4, 8bit states", "8bit", _NVFP4),
 )
 
@@ -51,15 +53,15 @@ def bytes_per_parameter(setup: Setup) -> tuple[float, float]:
     """Bytes of weight and state per parameter: of quantized ones, and of plain ones."""
     if setup.quantizer is None:
         return (setup.dtype.itemsize + setup.moments,) * 2
-    side, options = 1024, Options(**STATES[setup.states])
-    codecs = options.codecs(setup.dtype).items()
-    sizes = {name: codec.nbytes(side**2) / side**2 for name, codec in codecs}
-    master, moments = sizes.pop("master_param"), sum(sizes.values())
+    side, options = 4096, Options(**STATES[setup.states])
+    shape, both = torch.Size((side, side)), (options.codecs(setup.dtype, f) for f in (True, False))
+    sizes = [[codec.nbytes(shape) / side**2 for codec in codecs.values()] for codecs in both]
+    (master, *moments), (_, *plain) = sizes
     weight = sum(t.nbytes for t in setup.quantizer.zeros(side, side, "meta").present) / side**2
     # A BF16 parameter has an FP32 or FP16 master, or the 16 bits that it lacks of one.
     beside = 2.0 if options.store_param_remainders else master
     master = master if setup.masters else 0.0
-    return weight + master + moments, setup.dtype.itemsize + beside + moments
+    return weight + master + sum(moments), setup.dtype.itemsize + beside + sum(plain)
 
 
 def needed(setup: Setup, parameters: float) -> float:

@@ -209,6 +209,7 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
     else:
         value = pointer(table, tensor, "value", VARIANT.value_dtype)
     EXTRA: tl.constexpr = tl.int16 if VARIANT.value_codec == "remainder" else tl.uint8
+    SCALE: tl.constexpr = tl.float32 if VARIANT.exp_avg_sq_codec == "factored" else tl.uint8
     return Pointers(
         pointer(table, tensor, "grad", VARIANT.grad_dtype),
         value,
@@ -216,7 +217,7 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
         pointer(table, tensor, "exp_avg", dtype_of(VARIANT.exp_avg_codec)),
         pointer(table, tensor, "exp_avg_scale", tl.uint8),
         pointer(table, tensor, "exp_avg_sq", dtype_of(VARIANT.exp_avg_sq_codec)),
-        pointer(table, tensor, "exp_avg_sq_scale", tl.uint8),
+        pointer(table, tensor, "exp_avg_sq_scale", SCALE),
         pointer(table, tensor, "max_exp_avg_sq", tl.float32),
     )
 
@@ -361,7 +362,7 @@ def adam_tile(grad, value, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, VARIANT
 @triton.jit
 def step_tile(
     pointers, ahead, start, stride, mask, constants, VARIANT: tl.constexpr, STORE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, scales=None, master=None,
+    BR: tl.constexpr, BC: tl.constexpr, scales=None, master=None, factors=None,
 ):  # fmt: skip
     """Load a tile of a tensor's state, update it, and store it if STORE.
 
@@ -369,10 +370,11 @@ def step_tile(
     ``stride`` apart. ahead: the same offset, for loads; where a pipelined loop computes both from
     one number, the addresses wait in registers from the load to the store. constants: from
     :func:`load_scalars`. scales: of the tile, if the caller loads and stores them. master: the
-    value, float32, if the caller has decoded it and stores it. start, stride and BC must be
-    multiples of 32 if a codec has scales.
+    value, float32, if the caller has decoded it and stores it. factors: of the second moment, if it
+    has them. start, stride and BC must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
-    and |exp_avg| / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`.
+    and |exp_avg| / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`. With factors it has no
+    unit, and the second moment is that which was loaded.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -390,7 +392,13 @@ def step_tile(
         )
     grad = to_float32(tl.load(ptr.grad + ahead + offs, mask))
     m = load_state(ptr.exp_avg, None, ahead, stride, mask, old.exp_avg, FIRST, BR, BC, LANES)
-    v = load_state(ptr.exp_avg_sq, None, ahead, stride, mask, old.exp_avg_sq, SECOND, BR, BC, LANES)
+    if factors is None:
+        v = load_state(
+            ptr.exp_avg_sq, None, ahead, stride, mask, old.exp_avg_sq, SECOND, BR, BC, LANES
+        )
+    else:
+        v = factors[0] * factors[1]
+    loaded = v
     largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else v
 
     decayed, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
@@ -401,15 +409,20 @@ def step_tile(
         ptr.exp_avg, None, start, stride, mask, m, dither, FIRST, BR, BC, STORE, LANES
     )
     dither = dither_of(start, stride, constants.dither, OF_EXP_AVG_SQ, BR, BC)
-    _, scale_sq = store_state(
-        ptr.exp_avg_sq, None, start, stride, mask, v, dither, SECOND, BR, BC, STORE, LANES
-    )
+    scale_sq = old.exp_avg_sq
+    if factors is None:
+        _, scale_sq = store_state(
+            ptr.exp_avg_sq, None, start, stride, mask, v, dither, SECOND, BR, BC, STORE, LANES
+        )
     # Last, because it takes most registers.
     quotient, ratio = update_quotient(
         m, constants.step_size, largest, constants.rsqrt_bias_correction2, constants.eps
     )
     if VARIANT.amsgrad:
         _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
+    if factors is not None:
+        # Means forget the element's own square, so the next step may start from no more than this.
+        ratio = m * tl.rsqrt(loaded)
     # A zero step leaves the value alone: no decay, and the sign of a zero stays.
     value = tl.where(constants.step_size != 0, decayed - quotient, value)
     value_scale = old.value

@@ -32,6 +32,7 @@ from fp4adam.kernels.adam import (
     state_pointers,
     step_tile,
 )
+from fp4adam.kernels.factored import load_factors
 from fp4adam.kernels.format import Format, encode
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import COLUMNS, SCALAR_COLUMNS
@@ -127,7 +128,11 @@ def _amax_preview_kernel(
     of_group = scalars + field(table, tensors, "scalars") * SCALARS_WIDTH
     decay = tl.load(of_group + scalar("largest_decay"))
     if COMPLETES:
-        largest_update = _largest_update(of_group, tl.load(tile_ratios + index, inside, 0.0))
+        ratio = tl.load(tile_ratios + index, inside, 0.0)
+        if VARIANT.exp_avg_sq_codec == "factored":
+            means = field(table, tensors, "exp_avg_sq_scale").to(tl.pointer_type(tl.float32))
+            ratio = tl.div_rn(ratio, tl.sqrt_rn(tl.load(means + field(table, tensors, "cols"))))
+        largest_update = _largest_update(of_group, ratio)
         threshold = old_amax * COMPLETED_SLACK - tl.div_rn(2.0 * largest_update, decay)
         if not AGAIN:
             stored_ptr = field(table, tensors, "amax").to(tl.pointer_type(tl.float32))
@@ -177,9 +182,13 @@ def _amax_preview_kernel(
                 mask = (down < height)[:, None] & (right < width)[None, :]
                 # Widths are multiples of 16, so the mask allows vector accesses.
                 mask, master = tl.max_constancy(mask, (1, 16)), None
+            factors = None
+            if VARIANT.exp_avg_sq_codec == "factored":
+                factors = load_factors(pointers, row, part_col, mask, 0, cols, BR, BC)
             updated = step_tile(
-                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, master=master
-            )
+                pointers, start, start, cols, mask, constants, VARIANT, False, BR, BC, None, master,
+                factors,
+            )  # fmt: skip
             magnitude = tl.abs(to_float32(round_to(updated[0], VARIANT.write_dtype)))
             if mask is not None:
                 magnitude = tl.where(mask, magnitude, 0.0)

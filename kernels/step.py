@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp4adam.kernels import adam
 from fp4adam.kernels.adam import (
+    RATIO_UNIT,
     SIGNALS,
     Scales,
     Variant,
@@ -25,6 +26,7 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
+from fp4adam.kernels.factored import load_factors, renewal
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
@@ -176,6 +178,7 @@ def step_kernel(
     HOLDS: tl.constexpr = F.scale == "float32" and BR < F.block
     FROM_CODES: tl.constexpr = starts_from_codes(VARIANT.value_codec)
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    FACTORED: tl.constexpr = VARIANT.exp_avg_sq_codec == "factored"
     LANES: tl.constexpr = VARIANT.lanes
     DOWN: tl.constexpr = TC == BC
     PARTS: tl.constexpr = (TR // BR) * (TC // BC)
@@ -266,9 +269,14 @@ def step_kernel(
             )
         else:
             scales = scales_of(old_scales, i) if IN_WORDS else None
+            factors = None
+            if FACTORED:
+                at, beside = first_row + i * DR, first_col + i * DC
+                factors = load_factors(states, at, beside, mask, rows, cols, BR, BC)
             value, scales, new_ratio = step_tile(
-                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master
-            )
+                states, ahead, start, cols, mask, constants, VARIANT, True, BR, BC, scales, master,
+                factors,
+            )  # fmt: skip
             if IN_WORDS:
                 new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
@@ -332,6 +340,10 @@ def step_kernel(
         tl.atomic_max(latest, tile_amax.to(tl.int32, bitcast=True), sem="relaxed")
     if PREVIEWS:
         most = tl.max(tl.max(ratio, 1), 0) if SPLITS else None
+        if FACTORED:
+            # The next second moments are at least beta2**2 times these, if both have one mean.
+            inverse = tl.load(states.exp_avg_sq_scale + cols)
+            most = tl.div_rn(most * tl.sqrt_rn(inverse), constants.beta2 * RATIO_UNIT)
         slot = slots + tensor
         report_amax(
             tile_amax, amax, most, slot, tile_amaxes, exceeding, tile_ratios, VARIANT.write_dtype
@@ -372,7 +384,8 @@ def _delayed_amax_kernel(
 
 def lanes_of(F: Format, variant: Variant) -> int:
     """Neighbouring elements per thread: 16 bytes of FP32, or more of states in a byte each."""
-    small = starts_from_codes(variant.value_codec) and variant.codecs[1:] == ("e4m3", "ue4m4")
+    small = starts_from_codes(variant.value_codec) and variant.exp_avg_codec == "e4m3"
+    small = small and variant.exp_avg_sq_codec in ("ue4m4", "factored")
     if not small or variant.amsgrad or variant.grad_dtype == tl.float32:
         return 4
     # MXFP8, and NVFP4 in blocks of one row, took longer with 16 than with 8 on an H200.
@@ -484,6 +497,7 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     variant = variant._replace(lanes=lanes_of(F, variant))
     tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
+    after = renewal(variant, tensors)
     updates, rest = update_scaled(table, scalars, shapes, variant)
     sm = compute_capability(table.device)
     kinds = [(rest, form) for form in forms(F, rest, sm)]
@@ -523,7 +537,7 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
             options = dict(num_warps=form.num_warps, maxnreg=form.registers)
             given = *given, ratios, stored_amaxes, epsilon
             made.append(Launch(step_kernel, last - first, given, constexprs, **options))
-        return made
+        return made + after
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)

@@ -88,12 +88,13 @@ def adam_(
     adam_w_mode: bool,
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
-) -> None:
+) -> Tensor:
     """Update ``value`` and the moments, float32 (float64 for float64 parameters), in place.
 
     16-bit values are widened and rounded back. ``adam_w_mode``: Whether decay shrinks the value
     (AdamW) or is added to the gradient (L2). ``grad_scale``, ``clip``: float32 one-element tensors
-    that divide the gradient, and multiply it after that, or None.
+    that divide the gradient, and multiply it after that, or None. Returns the gradient as it
+    is taken.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
@@ -124,3 +125,4 @@ def adam_(
         if adam_w_mode and s.decay != 1:
             p = p * s.decay
         value.copy_(p - exp_avg * s.step_size / denominator)
+    return g

@@ -11,7 +11,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.options import Options
-from fp4adam.optim.state_codec import STATE_BLOCK
+from fp4adam.optim.state_codec import FACTORED, PLAIN
 from fp4adam.optim.state_tensor import SCALES, is_dense
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -25,9 +25,17 @@ CAPTURE_AROUND = (
 )
 
 
-def check_options(options: Options, amsgrad: bool) -> None:
-    codecs = options.codecs(torch.float32)
-    if amsgrad and not codecs["exp_avg_sq"].exact:
+def check_options(options: Options, group: Mapping[str, Any], as_te: bool = False) -> None:
+    codec = options.codecs(torch.float32)["exp_avg_sq"]
+    decay = group.get("decoupled_weight_decay", True)
+    master = options.master_weight_dtype if options.master_weights else None
+    if codec is FACTORED and (as_te or not decay or master not in (None, torch.int8)):
+        raise NotImplementedError(
+            "factored second moments must come with decoupled_weight_decay, int8 masters or none, "
+            f"and without Transformer Engine's layout, got {decay}, {master} and {options.name} "
+            f"with as_te={as_te}; pass states='factored' to FP4Adam, without adam_w_mode"
+        )
+    if group.get("amsgrad", False) and not codec.exact:
         raise NotImplementedError(
             f"exp_avg_sq_dtype must be float32 with amsgrad, got {options.exp_avg_sq_dtype}: the "
             "maximum of many rounded numbers is biased upwards; leave amsgrad False"
@@ -73,6 +81,11 @@ def is_quantized(param: Tensor) -> bool:
     return isinstance(own, QuantizedTensor) or is_foreign(own)
 
 
+def is_factored(param: Tensor) -> bool:
+    """Whether second moments of a parameter can be factored: those of quantized matrices."""
+    return is_quantized(param) and param.dim() == 2 and param.numel() > 0
+
+
 def check_param(options: Options, param: Tensor) -> None:
     name, own = options.name, local(param)
     if is_foreign(own):
@@ -82,6 +95,11 @@ def check_param(options: Options, param: Tensor) -> None:
             "capturable must be False for quantized parameters, got True: re-quantization takes "
             "its scales from values that exist on the device only between launches, and a CUDA "
             f"graph would replay the step with the scalars of its capture; {CAPTURE_AROUND}"
+        )
+    if options.exp_avg_sq_dtype == "factored" and is_dtensor(param) and is_quantized(own):
+        raise NotImplementedError(
+            "exp_avg_sq_dtype must not be 'factored' for sharded parameters, got it for "
+            f"{tuple(param.shape)}: means by column take the rows of all ranks; pass states='8bit'"
         )
     if is_quantized(own) and not options.master_weights:
         _check_needs_no_master(own)
@@ -243,12 +261,14 @@ def check_state(
 ) -> None:
     """The kernels take bare addresses: they would write past the end of a tensor too small."""
     devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
-    own, codecs = local(param), options.codecs(param.dtype)
+    own, codecs = local(param), options.codecs(param.dtype, is_factored(param))
     for name in (*SCALES, "param_remainder"):
         if name not in state:
             continue
         value, codes = state[name], local(state[name])
-        is_alike = value.shape == param.shape and codes.shape == own.shape
+        codec = codecs.get(name)
+        shape, of_scales = (codec or PLAIN).shapes(own.shape)
+        is_alike = codes.shape == shape and (codec is FACTORED or value.shape == param.shape)
         if not is_alike or value.device not in devices:
             raise RuntimeError(
                 "the state must have the shape and device of its parameter, "
@@ -257,7 +277,6 @@ def check_state(
                 "optimizer.load_state_dict(optimizer.state_dict()) moves it, for a new shape "
                 "create a new optimizer"
             )
-        codec = codecs.get(name)
         if name == "master_param" and codes.dtype == torch.float32 and SCALES[name] not in state:
             continue  # just loaded, in FP32; the next step encodes it
         dtype = torch.int16 if name == "param_remainder" else codec and codec.dtype
@@ -268,11 +287,11 @@ def check_state(
                 f"{codes.stride()}; load states with load_state_dict()"
             )
         if codec is not None and codec.scaled:
-            n_blocks, found = -(-codes.numel() // STATE_BLOCK), None
+            wanted, found = (tuple(of_scales), codec.scale_dtype, codes.device, True), None
             if isinstance(scales := state.get(SCALES[name]), Tensor):
                 found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
-            if found != ((n_blocks,), torch.uint8, codes.device, True):
+            if found != wanted:
                 raise RuntimeError(
-                    f"{SCALES[name]} must be contiguous uint8 ({n_blocks},) on {codes.device}, got "
-                    f"{found}; load states with load_state_dict()"
+                    f"{SCALES[name]} must be contiguous {wanted[1]} {wanted[0]} on {codes.device}, "
+                    f"got {found}; load states with load_state_dict()"
                 )

@@ -267,7 +267,7 @@ class Engine:
         options, params = self.targets.options, self.params
         name, read_grad = options.name, self.targets.grad_reader(params)
         for group, _ in self.groups:
-            checks.check_options(options, group.get("amsgrad", False))
+            checks.check_options(options, group)
         checks.check_distinct(params)
         for param in params:
             grad = read_grad(param)

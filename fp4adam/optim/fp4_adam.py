@@ -30,6 +30,12 @@ class FP4Adam(FusedAdam):
     two, have no master: each update is rounded stochastically to what E4M3 codes can hold. With
     ``states="8bit"`` the state then takes 2.06 bytes per element.
 
+    With ``states="factored"`` the second moments of quantized matrices are means of squares by row
+    and by column, whose product a step takes for what was before it. The state takes 2.03 bytes per
+    element then, and 1.03 without masters. Other second moments, such as those of embeddings, stay
+    in ``exp_avg_dtype``. A gradient that is not finite makes those of its whole matrix NaN.
+    ``state_dict()`` has the product as ``exp_avg_sq``; from another one the means are taken.
+
     The master starts from the value before quantization if the parameter still has it, otherwise
     from its decoded values. If other code overwrites the parameter later (``load_state_dict``,
     weight averaging), it restarts from the new value. A step with lr = 0 leaves the bytes alone.
@@ -44,8 +50,9 @@ class FP4Adam(FusedAdam):
     in place, where a CUDA graph of forward and backward reads them.
 
     Raises:
-        NotImplementedError: For ``capturable=True`` with quantized parameters, and for DTensors of
-            other packages' tensors that ``fully_shard`` has not made.
+        NotImplementedError: For ``capturable=True`` with quantized parameters, for DTensors of
+            other packages' tensors that ``fully_shard`` has not made, and for factored second
+            moments of quantized DTensors.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with weights in other formats, an unknown

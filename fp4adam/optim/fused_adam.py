@@ -56,10 +56,11 @@ class FusedAdam(Optimizer):
             that is given it has the layout of :class:`FusedAdam`, as Megatron-LM expects.
         decoupled_weight_decay: AdamW, the default; False adds decay to the gradient (L2).
         master_weights: Keep FP32 masters of BF16, FP16 and quantized parameters.
-        states: "8bit", "16bit" or "32bit", the storage of masters and moments.
+        states: "factored", "8bit", "16bit" or "32bit", the storage of masters and moments.
         exp_avg_dtype: Storage dtype of first moments: float32, bfloat16, float16 or float8_e4m3fn
             (uint8 is a synonym); None for that of ``states``.
-        exp_avg_sq_dtype: The same of second moments; float32 only with ``amsgrad``.
+        exp_avg_sq_dtype: The same of second moments; float32 only with ``amsgrad``. "factored"
+            keeps those of quantized matrices as means by row and column, see :class:`FP4Adam`.
         master_weight_dtype: Storage dtype of ``master_param``: float32, float16, or int8 for
             quantized parameters alone.
         store_param_remainders: Store only the low 16 bits of the FP32 master of a BF16 parameter,
@@ -105,9 +106,9 @@ class FusedAdam(Optimizer):
         adam_w_mode: bool | None = None,
         decoupled_weight_decay: bool | None = None,
         master_weights: bool = True,
-        states: Literal["8bit", "16bit", "32bit"] = "32bit",
+        states: Literal["factored", "8bit", "16bit", "32bit"] = "32bit",
         exp_avg_dtype: torch.dtype | None = None,
-        exp_avg_sq_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | Literal["factored"] | None = None,
         master_weight_dtype: torch.dtype | None = None,
         store_param_remainders: bool | None = None,
         use_decoupled_grad: bool = False,
@@ -198,7 +199,7 @@ class FusedAdam(Optimizer):
         # As in Transformer Engine, a learning rate may come later.
         group = {**group, "lr": 0.0} if group["lr"] is None else group
         check_hyper_parameters(options.name, group)
-        checks.check_options(options, group["amsgrad"])
+        checks.check_options(options, group, self._has_te_layout)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; nothing has changed if it raises."""

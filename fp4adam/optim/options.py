@@ -16,6 +16,7 @@ STATES: dict[str, dict[str, Any]] = {
         "32bit": (torch.float32, torch.float32, torch.float32, False),
         "16bit": (torch.bfloat16, torch.bfloat16, torch.float16, False),
         "8bit": (_FP8, _FP8, torch.int8, True),
+        "factored": (_FP8, "factored", torch.int8, True),
     }.items()
 }
 
@@ -29,7 +30,7 @@ class Options:
     master_weights: bool = True
     states: str = "32bit"
     exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
     master_weight_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
     use_decoupled_grad: bool = False
@@ -53,9 +54,15 @@ class Options:
             chosen["store_param_remainders"] = False
         return cls(states=states, **chosen)
 
-    def codecs(self, param_dtype: torch.dtype) -> dict[str, StateCodec]:
-        """The codecs of master and moments, by the name of the state."""
-        dtypes = self.master_weight_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype
+    def codecs(self, param_dtype: torch.dtype, factors: bool = True) -> dict[str, StateCodec]:
+        """The codecs of master and moments, by the name of the state.
+
+        ``factors``: Whether the second moment can be factored; else it is stored like the first.
+        """
+        second = self.exp_avg_sq_dtype
+        if second == "factored" and not factors:
+            second = self.exp_avg_dtype
+        dtypes = self.master_weight_dtype, self.exp_avg_dtype, second
         stored = dict(zip(("master_param", "exp_avg", "exp_avg_sq"), dtypes, strict=True))
         if param_dtype == torch.float64:
             return dict.fromkeys(stored, FLOAT64)

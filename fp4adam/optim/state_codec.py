@@ -14,7 +14,7 @@ and a decoded value encodes to itself with any dither.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,8 @@ class StateCodec:
     code decodes with a weight. ``name``: That in the kernels. ``dtype``: That of the codes.
     """
 
-    scaled = False  # True if every 32 codes share a scale
+    scaled = False  # True if codes share scales
+    scale_dtype = torch.uint8
 
     def __init__(self, name: str, dtype: torch.dtype, exact: bool = False) -> None:
         self.name, self.dtype, self.exact = name, dtype, exact
@@ -100,17 +101,22 @@ class StateCodec:
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         return codes
 
-    def nbytes(self, n: int) -> int:
-        """Bytes of codes [n] and their scales."""
-        return n * self.dtype.itemsize + (-(-n // STATE_BLOCK) if self.scaled else 0)
+    def shapes(self, param: torch.Size) -> tuple[torch.Size, torch.Size]:
+        """Of codes and scales, (0,) without any, of a parameter of this shape."""
+        return param, torch.Size([-(-param.numel() // STATE_BLOCK) * self.scaled])
+
+    def nbytes(self, param: torch.Size) -> int:
+        """Bytes of codes and scales of a parameter of this shape."""
+        codes, scales = self.shapes(param)
+        return codes.numel() * self.dtype.itemsize + scales.numel() * self.scale_dtype.itemsize
 
     def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes in the layout of ``param``, and scales, that encode zero: all bits are zero."""
         codes = torch.zeros_like(param, dtype=self.dtype, memory_format=torch.preserve_format)
         if not self.scaled:
             return codes, None
-        n_blocks = -(-param.numel() // STATE_BLOCK)
-        return codes, torch.zeros(n_blocks, dtype=torch.uint8, device=param.device)
+        scales = self.shapes(param.shape)[1]
+        return codes, torch.zeros(scales, dtype=self.scale_dtype, device=param.device)
 
 
 class Remainder(StateCodec):
@@ -230,6 +236,50 @@ class UnsignedFloat(BlockCodec):
         return bits.view(torch.float32)
 
 
+class Factored(StateCodec):
+    """A matrix of squares [n, m]: means by row, [n], and as scales those by column, and one number.
+
+    The number is one over the mean of all. The matrix that is decoded is the product of the three.
+    """
+
+    scaled, scale_dtype = True, torch.float32
+
+    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        codes, scales = self.zeros_like(x)
+        self.update_(codes, scales, x)
+        return codes, scales
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes * scales[-1])[:, None] * scales[:-1]
+
+    def shapes(self, param: torch.Size) -> tuple[torch.Size, torch.Size]:
+        return param[:1], torch.Size([param[1] + 1])
+
+    def zeros_like(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=param.device)
+        return tuple(map(zeros, self.shapes(param.shape)))
+
+    def update_(self, codes: Tensor, scales: Tensor, x: Tensor, *shares: float) -> None:
+        """Average the means with those of ``x`` [n, m]; ``shares``: of both, or 0 and 1."""
+        by_column, (old, new) = scales[:-1], shares or (0.0, 1.0)
+        codes.mul_(old).add_(_means(x) * new)
+        by_column.mul_(old).add_(_means(x.T) * new)
+        mean = _means(by_column[None])
+        # No mean that is not finite stands for anything, and below normal ones there is nothing.
+        inverse = (mean + (mean - mean)).reciprocal()
+        scales[-1:] = inverse.masked_fill(mean < torch.finfo(mean.dtype).tiny, 0.0)
+
+
+def _means(x: Tensor) -> Tensor:
+    """Means [n] of rows [n, m]: sums of every 256th number in turn, then of pairs of neighbours."""
+    count = torch.full_like(x[:, 0], x.shape[1])  # by a number, CUDA multiplies
+    turns = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).unbind(1)
+    x = functools.reduce(torch.add, turns)
+    while x.shape[1] > 1:
+        x = x[:, ::2] + x[:, 1::2]
+    return x[:, 0] / count
+
+
 FLOAT32 = StateCodec("float32", torch.float32, exact=True)
 # The value that Adam updates, kept in its own dtype and rounded to nearest.
 PLAIN = StateCodec("plain", torch.float32, exact=True)
@@ -244,17 +294,19 @@ FLOAT16 = SignedFloat("float16", torch.float16, torch.float16)
 E4M3 = SignedFloat("e4m3", torch.float8_e4m3fn, torch.uint8)
 UE4M4 = UnsignedFloat(4, 4)
 UE5M11 = UnsignedFloat(5, 11)
+FACTORED = Factored("factored", torch.float32)
 
 _FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_CODECS: dict[str, dict[torch.dtype, StateCodec]] = {
+_CODECS: dict[str, dict[Any, StateCodec]] = {
     "exp_avg": _FLOATS | {torch.float16: FLOAT16, torch.float8_e4m3fn: E4M3, torch.uint8: E4M3},
     "exp_avg_sq": _FLOATS | {torch.float16: UE5M11, torch.float8_e4m3fn: UE4M4, torch.uint8: UE4M4},
     "master_param": {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8},
 }
+_CODECS["exp_avg_sq"]["factored"] = FACTORED
 
 
 @functools.cache
-def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
+def state_codec(name: str, dtype: torch.dtype | str) -> StateCodec:
     """The codec that stores a state in a dtype."""
     codecs = _CODECS[name]
     if dtype not in codecs:

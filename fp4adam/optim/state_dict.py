@@ -21,14 +21,26 @@ from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
 from fp4adam.optim.master_weights import adopt, find_stale, warn_of_restarts
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
-from fp4adam.optim.state_codec import FLOAT32, INT8, PLAIN, STATE_BLOCK, codec_of_codes, join_master
+from fp4adam.optim.state_codec import (
+    CODES,
+    FACTORED,
+    FLOAT32,
+    INT8,
+    PLAIN,
+    codec_of_codes,
+    join_master,
+)
 from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
 from fp4adam.optim.target import State, Target, is_own_master, together
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
+# Codes and scales of an ``exp_avg_sq`` that is their product.
+FACTORS = "exp_avg_sq_factors"
 # The tensors of a state, beside its count.
-TENSOR_NAMES = (*(n for state in STATE_NAMES for n in (state, SCALES[state])), REST, DIGEST)
+TENSOR_NAMES = (
+    *(n for state in STATE_NAMES for n in (state, SCALES[state])), FACTORS, REST, DIGEST
+)  # fmt: skip
 
 Groups = list[dict[str, Any]]
 
@@ -120,8 +132,10 @@ def saved_state(
     saved = {name: value for name, value in state.items() if name not in ENTRIES}
     for name, codec in member.codecs.items():
         if name in saved and not (compact or codec.exact):
-            values = StateTensor.of(saved, name, codec).decode()
-            StateTensor(PLAIN, values, None).store(saved, name, member.owner)
+            stored = StateTensor.of(saved, name, codec)
+            StateTensor(PLAIN, stored.decode(), None).store(saved, name, member.owner)
+            if codec is FACTORED:
+                saved[FACTORS] = torch.cat(stored[1:])
     saved |= member.master.saved(state, compact, as_te)
     known = [name for name in ("step", *TENSOR_NAMES) if name in saved]
     return {name: saved[name] for name in (*known, *sorted(saved.keys() - {*known}))}
@@ -156,7 +170,7 @@ def loaded(
     new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
     for group, new in zip(groups, new_groups, strict=True):
         check_numbers({**defaults, **new})
-        checks.check_options(options, new.get("amsgrad", False))
+        checks.check_options(options, new)
         new["params"] = group["params"]
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
@@ -233,7 +247,12 @@ def _moments(member: Target, saved: State) -> State:
     for name in STATE_NAMES[:-1]:
         if name in saved:
             codec = member.codecs.get(name, FLOAT32)  # the maximum is never narrow
-            restored(StateTensor.of_saved(saved, name), codec, param).store(state, name, owner)
+            given = StateTensor.of_saved(saved, name)
+            if codec is FACTORED and given.scales is None and FACTORS in saved:
+                # Steps of another optimizer would have left them behind.
+                factors = StateTensor(FACTORED, *saved[FACTORS].tensor_split([len(param)]))
+                given = factors if torch.equal(factors.decode(), given.codes) else given
+            restored(given, codec, param).store(state, name, owner)
     return state
 
 
@@ -322,7 +341,7 @@ def _local_part(owner: Tensor, saved: State) -> State:
     return {
         name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
         for name, value in {**saved, **numbers}.items()
-        if name not in SCALES.values()
+        if name not in (FACTORS, *SCALES.values())
     }
 
 
@@ -385,10 +404,10 @@ def _check_state(i: int, param: Tensor, saved: Any) -> None:
             _check_tensor(what, value, param, torch.int8)
             _check_tensor(f"{DIGEST} of parameter {i}", saved[DIGEST], param, torch.int64, (1,))
         elif scales is not None:
-            codec = codec_of_codes(name, getattr(value, "dtype", None))
-            _check_tensor(what, value, param, torch.uint8 if codec is None else codec.dtype)
-            n_blocks = -(-param.numel() // STATE_BLOCK)
-            _check_tensor(f"the scales of {what}", scales, param, torch.uint8, (n_blocks,))
+            codec = codec_of_codes(name, getattr(value, "dtype", None)) or CODES
+            shape, of_scales = codec.shapes(param.shape)
+            _check_tensor(what, value, param, codec.dtype, shape)
+            _check_tensor(f"the scales of {what}", scales, param, codec.scale_dtype, of_scales)
         else:
             _check_tensor(what, value, param)
     if REST in saved:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import like, local
-from fp4adam.optim.state_codec import INT8, PLAIN, REMAINDER, StateCodec, codec_of_codes
+from fp4adam.optim.state_codec import FACTORED, INT8, PLAIN, REMAINDER, StateCodec, codec_of_codes
 
 # Where the scales of a state are kept, beside its codes.
 SCALES = {
@@ -51,6 +51,8 @@ class StateTensor(NamedTuple):
         """The values as float32; codes of an exact codec as they are, without a copy."""
         if self.codec.exact:
             return self.codes
+        if self.codec is FACTORED:
+            return FACTORED.decode(self.codes, self.scales)
         scales = _flat(self.scales) if self.codec is REMAINDER else self.scales
         return _like(self.codes, self.codec.decode(_flat(self.codes), scales))
 
@@ -70,6 +72,8 @@ class StateTensor(NamedTuple):
         """Round each value of a dense float32 tensor to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
+        if codec is FACTORED:
+            return cls(codec, *codec.encode(x))
         codes, scales = codec.encode(_flat(x))
         return cls(codec, _like(x, codes), scales)
 

@@ -25,12 +25,13 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback
 from fp4adam.optim.adam import Scalars, adam_
-from fp4adam.optim.checks import is_quantized
+from fp4adam.optim.checks import is_factored, is_quantized
 from fp4adam.optim.masters import DIGEST, MASTER, REST, State, strategy
 from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import split_off
 from fp4adam.optim.state_codec import (
     CODES,
+    FACTORED,
     INT8,
     PLAIN,
     STATE_BLOCK,
@@ -116,7 +117,7 @@ class Target:
         self._type = type(self._source), self._source.dtype
         self.param = self._source if param is None else param
         self.master = strategy(owner, self.param, options)
-        self.codecs = options.codecs(self.param.dtype)
+        self.codecs = options.codecs(self.param.dtype, is_factored(self.param))
         del self.codecs[MASTER]
         self.step_codecs = self.master.codec, *self.codecs.values()
         # A step decodes the weight, as nothing else has its value.
@@ -214,7 +215,7 @@ class Target:
     def state_nbytes(self, amsgrad: bool) -> int:
         codecs = [*self.codecs.values(), *filter(None, [self.master.stored])]
         codecs += [self.codecs["exp_avg_sq"]] * amsgrad
-        return sum(codec.nbytes(self.param.numel()) for codec in codecs)
+        return sum(codec.nbytes(self.param.shape) for codec in codecs)
 
     def completed(self, state: State, amsgrad: bool, restart: bool) -> State:
         """A new state with all that a step needs; what is missing is made.
@@ -295,11 +296,15 @@ class Target:
         adam_w_mode = self.group["decoupled_weight_decay"]
         grad_scale = None if grad_scale is None else grad_scale.to(grad.device)
         options = self.max_exp_avg_sq, scalars, adam_w_mode, grad_scale, clip
-        adam_(numbers[0], grad, *numbers[1:], *options)
+        given = adam_(numbers[0], grad, *numbers[1:], *options)
         if not all(each.codec.exact for each in stored) and grad.numel():
             dither = dither_bits(self.dither_start, grad.numel(), scalars.dither_step, grad.device)
             for each, x, bits in zip(stored, numbers, dither, strict=True):
-                each.replace(x, bits)
+                if each.codec is FACTORED:
+                    shares = scalars.beta2, scalars.one_minus_beta2
+                    FACTORED.update_(*each[1:], given * given, *shares)
+                else:
+                    each.replace(x, bits)
         if self._is_written and self.updates:
             self.hold_master(value.codes)
             if not self.quantized_after_step:

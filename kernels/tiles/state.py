@@ -37,6 +37,7 @@ DTYPES = {
     "ue5m11": tl.uint16,
     "e4m3": tl.uint8,
     "ue4m4": tl.uint8,
+    "factored": tl.float32,  # means of squares by row, see ``factored``
 }
 
 

@@ -34,7 +34,9 @@ from test_rows import in_parts
 # What CI compiles, by scenario, and what the quick run does of that; the nights compile it all.
 LAUNCHED_MOST = {
     r"plain (fp32|bf16)|captured|fake .*": r"_(plain|step_scalars|quantize)_kernel",
-    r"step (nvfp4|mxfp8|float8|float8 block)( 8bit)?|step mxfp4": r"(step|_amax_preview)_kernel 1",
+    r"step (nvfp4|mxfp8|float8|float8 block)( 8bit| factored)?|step mxfp4": (
+        r"(step|_amax_preview|_means)_kernel 1"
+    ),
     r"step float8 delayed": r"_delayed_amax_kernel",
     r"cast (mxfp8|float8 block)": r"_span_kernel 3",
     r"decode nvfp4": r"_dequantize_kernel",
@@ -70,11 +72,13 @@ def moments(dtype, **options):
 STATES = {
     "": {},
     " 8bit": dict(states="8bit"),
+    " factored": dict(states="factored"),
     " BF16": moments(BF16),
     " FP16 and masters": moments(FP16, master_weight_dtype=FP16),
     " FP8, FP16 masters": moments(FP8, master_weight_dtype=FP16),
     " BF16, int8 masters": moments(BF16, master_weight_dtype=torch.int8),
     " FP8, no masters": moments(FP8, master_weights=False),
+    " factored, no masters": dict(states="factored", master_weights=False),
 }
 # The formats whose step is compiled with every storage of states.
 OF_ALL_STATES = ("nvfp4", "mxfp8", "float8 block")

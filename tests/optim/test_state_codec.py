@@ -11,6 +11,7 @@ import step_reference
 from fp4adam.optim.state_codec import (
     BFLOAT16,
     E4M3,
+    FACTORED,
     FLOAT16,
     FLOAT32,
     UE4M4,
@@ -138,6 +139,12 @@ def test_a_block_with_nan_or_inf_is_nan_throughout(codec, bad):
     assert scales.tolist()[1] == 255 != scales.tolist()[0]
     y = codec.decode(codes, scales)
     assert y[32:64].isnan().all() and y[:32].isfinite().all() and y[64:].isfinite().all()
+
+
+@pytest.mark.parametrize(("x", "found"), [(3.0, 3.0), (math.inf, math.nan), (2.0**-140, 0.0)])
+def test_factors_are_of_normal_numbers(x, found):
+    decoded = FACTORED.decode(*FACTORED.encode(torch.full((3, 300), x)))
+    assert torch.equal(decoded.nan_to_num(7.0), torch.full((3, 300), found).nan_to_num(7.0))
 
 
 def test_bfloat16_keeps_nan_and_inf_to_themselves():

@@ -49,6 +49,7 @@ def weight(quantizer, seed=0, shape=(64, 96)):
         (dict(states="8bit"), (torch.int8, torch.uint8, torch.uint8), torch.int16),
         (dict(states="16bit"), (torch.float16, torch.bfloat16, torch.bfloat16), torch.float16),
         (dict(states="32bit"), (torch.float32,) * 3, torch.float32),
+        (dict(states="factored"), (torch.int8, torch.uint8, torch.float32), torch.int16),
         # Single options go before the word; BF16 parameters have remainders of their own.
         (
             dict(states="8bit", exp_avg_dtype=torch.bfloat16),
@@ -109,6 +110,30 @@ def test_amsgrad_needs_float32_second_moments():
     with pytest.raises(NotImplementedError, match="with amsgrad"):
         take_steps(optimizer, [0])
     assert not param.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"master_weight_dtype": torch.float16}, {"decoupled_weight_decay": False}]
+    + [{name: True} for name in ("adam_w_mode", "amsgrad")],
+    ids=str,
+)
+def test_factored_second_moments_are_refused(options):
+    with pytest.raises(NotImplementedError, match="factored"):
+        FP4Adam([weight(NVFP4Quantizer())], states="factored", **options)
+
+
+def test_factored_second_moments_are_of_quantized_matrices():
+    params = [weight(NVFP4Quantizer(), 0, shape) for shape in ((64, 96), (2, 16, 32))]
+    optimizer = FP4Adam([*params, Parameter(torch.ones(64, 96))], states="factored")
+    take_steps(optimizer, [0, 1])
+    found = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    assert [tuple(each.shape) for each in found] == [(64,), (2, 16, 32), (64, 96)]
+    assert optimizer.state_nbytes()[params[0]] == 64 * 96 * 2 + 64 * 3 + 4 * (64 + 96 + 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg_sq"].mul_(4)  # another optimizer's, of which these are no factors
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq"], 4 * found[0])
 
 
 OTHERS = {

@@ -72,8 +72,10 @@ STATES = {
     "fp16 moments": ("float16", "float16", "float32", "float32"),
     "fp8, fp32": ("float8", "float32", "float32", "remainder"),
     "fp8 without masters": ("float8", "float8", "none", "none"),
+    "factored": ("float8", "factored", "int8", "remainder"),
+    "factored without masters": ("bfloat16", "factored", "none", "none"),
 }
-DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8} | {
+DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8, "factored": "factored"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
 }
 # What the table of options varies; learning rates are large, so that codes change.
@@ -121,6 +123,9 @@ CASES = {
     "mxfp8": Case("mxfp8", "fp8, fp32", None, AMSGRAD),
     "mxfp8 none": Case("mxfp8", "fp8 without masters", FP16),
     "mxfp8 2d 8bit": Case("mxfp8_2d", "8bit", FP16, L2),
+    "nvfp4 factored": Case("nvfp4_2d", "factored", None, UNCORRECTED, ((80, 64), (16, 32))),
+    "factored": Case("mxfp8", "factored without masters", FP32, ADAMW, ((32, 320), (288, 32))),
+    "block factored": Case("fp8block_2d_pow2", "factored", FP16, ASCENDING, ((130, 32), (5, 3))),
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
     "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, sharing=2),
@@ -730,6 +735,8 @@ def through_adamw(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def through_the_other_layout(run: Run, oracle: Oracle, seed: int) -> None:
     """FusedAdam counts in groups, as Transformer Engine does; its names for states are others."""
+    if "factored" in run.case.states:
+        pytest.skip("that layout has no factors")
     options = dict(run.case.arguments)
     kind = FP4Adam if options.pop("adam_w_mode", None) is False else FusedAdam
     other = kind(run.params, **options)
@@ -741,9 +748,10 @@ def through_the_other_layout(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def states_set_by_name(run: Run, oracle: Oracle, seed: int) -> None:
     """What is read in FP32 is written as it was."""
+    is_factored = "factored" in run.case.states  # which loses what is not of rank one
     for param, cell in zip(run.params, oracle.cells, strict=True):
         for name, value in cell.moments.items():
-            if name != "max_exp_avg_sq":
+            if name != "max_exp_avg_sq" and not (is_factored and name == "exp_avg_sq"):
                 found = run.optimizer.get_unscaled_state(param, name)
                 assert torch.equal(found.cpu(), value)
                 run.optimizer.set_scaled_state(param, name, found.clone())
@@ -757,7 +765,7 @@ def states_set_by_name(run: Run, oracle: Oracle, seed: int) -> None:
 def resumed_in_other_storage(run: Run, oracle: Oracle, seed: int) -> None:
     """As if the numbers had been saved."""
     others = ("32bit", "16bit", "8bit") if not oracle.options["amsgrad"] else ("fp8, fp32", "32bit")
-    if "adam_w_mode" in run.case.options or run.case.states == "fp8 without masters":
+    if "adam_w_mode" in run.case.options or run.case.states.endswith("without masters"):
         pytest.skip("Transformer Engine's layout has remainders alone")
     others = ("32bit",) if run.case.states == "16bit" else others  # remainders have no ties
     states = others[seed % len(others)]

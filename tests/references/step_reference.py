@@ -30,8 +30,8 @@ def adamw_(
     group: dict[str, Any],
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
-) -> None:
-    """Update number ``step`` of a parameter group's AdamW, on a float32 value and its moments."""
+) -> Tensor:
+    """Update ``step`` by a group, of a float32 value and its moments; returns the gradient."""
     for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
         moments.setdefault(name, torch.zeros_like(value))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -57,11 +57,12 @@ def adamw_(
     if group["bias_correction"]:
         correction1, correction2 = (1 - beta ** int(step) for beta in (beta1, beta2))
     if not lr:
-        return
+        return g
     if group["adam_w_mode"] and decay:
         value.mul_(1 - lr * decay)
     root = exp_avg_sq.double().sqrt().float()
     value.sub_(exp_avg * (lr / correction1) / (root * (1 / math.sqrt(correction2)) + group["eps"]))
+    return g
 
 
 # Stochastic rounding
@@ -161,6 +162,19 @@ CODECS = {
         "float32": FLOAT32, "bfloat16": BFLOAT16, "float16": SQUARES16, "float8": SQUARES8,
     },
 }  # fmt: skip
+
+
+def means(x: Tensor) -> list[Tensor]:
+    """Of a matrix, by row and by column: of every 256th number in turn, then of pairs."""
+    found = []
+    for each in (x.numpy(), x.numpy().T):
+        turns = np.pad(each, ((0, 0), (0, -each.shape[1] % 256))).reshape(len(each), -1, 256)
+        total = np.add.accumulate(turns, 1)[:, -1]
+        while total.shape[1] > 1:
+            total = total.reshape(len(each), -1, 2)
+            total = total[:, :, 0] + total[:, :, 1]
+        found.append(torch.from_numpy(total[:, 0] / np.float32(each.shape[1])))
+    return found
 
 
 def high_half(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,18 +318,40 @@ class Cell:
         if self.value is None:
             self.restart()
         self.step += 1
-        adamw_(self.value, self.moments, self.step, grad, options, **factors)
-        self.store_moments(options, dithers=True)
+        given = adamw_(self.value, self.moments, self.step, grad, options, **factors)
+        self.store_moments(options, given)
 
-    def store_moments(self, options: dict[str, Any], dithers: bool) -> None:
+    def store_moments(self, options: dict[str, Any], grad: Tensor | None) -> None:
+        dithers = grad is not None
         for name in ("exp_avg", "exp_avg_sq"):
-            codec = CODECS[name][options.get(f"{name}_dtype", "float32")]
+            kind = options.get(f"{name}_dtype", "float32")
+            if kind == "factored":
+                if self.format is not None:
+                    self._keep_means(float(options["betas"][1]), grad)
+                    continue
+                kind = options["exp_avg_dtype"]
+            codec = CODECS[name][kind]
             moment = self.moments[name]
             random = dither(name, moment.shape, self.step, self.place) if dithers else None
             kept, self.moments[name] = codec.encode(moment, random)
             self.stored |= {f"{name}{suffix}": tensor for suffix, tensor in kept.items()}
         if options["amsgrad"]:
             self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
+
+    def _keep_means(self, beta2: float, grad: Tensor | None) -> None:
+        if grad is None:
+            kept = means(self.moments["exp_avg_sq"])
+        else:
+            zero, scales = torch.zeros(1), self.stored.get("exp_avg_sq_scale", torch.zeros(2))
+            old = self.stored.get("exp_avg_sq", zero), scales[:-1]
+            new = means(grad * grad)
+            kept = [x * beta2 + y * (1 - beta2) for x, y in zip(old, new, strict=True)]
+        by_row, by_column = kept
+        (mean,) = means(by_column[None])[0]
+        inverse = 1 / mean if mean >= 2.0**-126 else torch.zeros(())
+        scales = torch.cat((by_column, inverse[None]))
+        self.stored |= {"exp_avg_sq": by_row, "exp_avg_sq_scale": scales}
+        self.moments["exp_avg_sq"] = (by_row * inverse)[:, None] * by_column
 
     def round(self) -> None:
         random = dither("master_param", self.value.shape, self.step, self.place)
@@ -335,7 +371,7 @@ class Cell:
         self.stored, self.master = {}, master
         if self.master == "none":
             self.value = self.decoded()
-        self.store_moments(options, dithers=False)
+        self.store_moments(options, None)
         self._keep(None)
 
 
