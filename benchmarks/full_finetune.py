@@ -154,6 +154,17 @@ CONTESTANTS = (
     fp4adam_on("MXFP8", "mxfp8"),
     fp4adam_on("MXFP8", "mxfp8", "8-bit moments, no masters", master_weights=False),
     fp4adam_on("Float8Block", "float8block", "8-bit moments, no masters", master_weights=False),
+    fp4adam_on("NVFP4", "nvfp4", "factored second moments", states="factored"),
+    *(
+        fp4adam_on(
+            name,
+            format,
+            "factored second moments, no masters",
+            states="factored",
+            master_weights=False,
+        )
+        for name, format in (("MXFP8", "mxfp8"), ("Float8Block", "float8block"))
+    ),
     fp4adam_on("NVFP4", "nvfp4", "8-bit states on the host", offload_states=True),
     *(
         fp4adam_on(f"{name}, FP8 matmuls", Recipe(weights, activations=True, gradients=True))

@@ -15,8 +15,8 @@ from fp4adam.kernels.tiles.state import (
     OF_EXP_AVG_SQ,
     OF_MASTERS,
     byte_of,
+    codec_of,
     dither_of,
-    dtype_of,
     load_scale,
     load_state,
     store_scale,
@@ -25,7 +25,6 @@ from fp4adam.kernels.tiles.state import (
 )
 
 SCALARS_WIDTH = tl.constexpr(len(SCALAR_COLUMNS))
-_SCALARS = {name: i for i, name in enumerate(SCALAR_COLUMNS)}
 # Arguments that may be a different tensor, of any alignment, at every call.
 SIGNALS = ("grad_scale_ptr", "clip_ptr", "found_inf_ptr")
 
@@ -174,7 +173,7 @@ def store_scale_words(
 
 @triton.constexpr_function
 def scalar(name):
-    return _SCALARS[name]
+    return {each: i for i, each in enumerate(SCALAR_COLUMNS)}[name]
 
 
 @triton.jit
@@ -205,7 +204,7 @@ def load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr):
 def state_pointers(table, tensor, VARIANT: tl.constexpr):
     """The :class:`Pointers` of a tensor; load them before a loop, not in it."""
     if VARIANT.value_dtype is None:
-        value = pointer(table, tensor, "value", dtype_of(VARIANT.value_codec))
+        value = pointer(table, tensor, "value", codec_of(VARIANT.value_codec, "dtype"))
     else:
         value = pointer(table, tensor, "value", VARIANT.value_dtype)
     EXTRA: tl.constexpr = tl.int16 if VARIANT.value_codec == "remainder" else tl.uint8
@@ -214,10 +213,15 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
         pointer(table, tensor, "grad", VARIANT.grad_dtype),
         value,
         pointer(table, tensor, "value_extra", EXTRA),
-        pointer(table, tensor, "exp_avg", dtype_of(VARIANT.exp_avg_codec)),
+        pointer(table, tensor, "exp_avg", codec_of(VARIANT.exp_avg_codec, "dtype")),
         pointer(table, tensor, "exp_avg_scale", tl.uint8),
+<<<<<<< HEAD
         pointer(table, tensor, "exp_avg_sq", dtype_of(VARIANT.exp_avg_sq_codec)),
         pointer(table, tensor, "exp_avg_sq_scale", SCALE),
+=======
+        pointer(table, tensor, "exp_avg_sq", codec_of(VARIANT.exp_avg_sq_codec, "dtype")),
+        pointer(table, tensor, "exp_avg_sq_scale", tl.uint8),
+>>>>>>> w/kernels
         pointer(table, tensor, "max_exp_avg_sq", tl.float32),
     )
 

@@ -35,7 +35,7 @@ from fp4adam.kernels.adam import (
 from fp4adam.kernels.factored import load_factors
 from fp4adam.kernels.format import Format, encode
 from fp4adam.kernels.launch.launch import Launch
-from fp4adam.kernels.launch.schema import COLUMNS, SCALAR_COLUMNS
+from fp4adam.kernels.launch.schema import SCALAR_COLUMNS, column
 from fp4adam.kernels.launch.tensor_table import (
     field,
     pointer,
@@ -45,7 +45,7 @@ from fp4adam.kernels.launch.tensor_table import (
 from fp4adam.kernels.store import load_masters, store_block_scales, store_codes
 from fp4adam.kernels.tiles.codes import round_to, to_float32
 from fp4adam.kernels.tiles.state import (
-    dtype_of,
+    codec_of,
     has_scales,
     load_scale,
     load_state,
@@ -260,7 +260,7 @@ def _requantize_kernel(
                 if (first_row == 0) & (first_col == 0):
                     tl.store(pointer(table, tensor, "amax", tl.float32), amax)
                     tl.store(amaxes + slot, amax)
-                value_ptr = pointer(table, tensor, "value", dtype_of(VALUE_CODEC))
+                value_ptr = pointer(table, tensor, "value", codec_of(VALUE_CODEC, "dtype"))
                 extra_ptr = pointer(table, tensor, "value_extra", tl.uint8)
                 storage = storage_pointers(table, tensor, tl.uint32, tl.uint8)
                 for block in range(height // 16 * (width // BC)):
@@ -362,7 +362,7 @@ class PreviewedLaunch(StepLaunch):
         For diagnosis; not for masters with remainders.
         """
         table, scalars, tiles, slots = self._known
-        rows = scalars.view(-1, len(SCALAR_COLUMNS))[table[:, COLUMNS["scalars"]]]
+        rows = scalars.view(-1, len(SCALAR_COLUMNS))[table[:, column("scalars")]]
         update, decay = (rows[:, SCALAR_COLUMNS.index(f"largest_{n}")] for n in ("update", "decay"))
         threshold = self._amaxes[0][slots] * SLACK.value - 2 * update / decay
         return ~(self._tile_amaxes < threshold[tiles[:, 0].long()])

@@ -26,8 +26,12 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
+<<<<<<< HEAD
 from fp4adam.kernels.factored import load_factors, renewal
 from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
+=======
+from fp4adam.kernels.format import Format, Part, encode, format_of, split_off
+>>>>>>> w/kernels
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,
@@ -60,24 +64,6 @@ from fp4adam.kernels.tiles.state import (
     max_registers,
     starts_from_codes,
 )
-
-
-@triton.constexpr_function
-def field_shape(F, PARTS, BR, BC, field):
-    """The shape of a field of each :class:`Part` [BR, BC]."""
-    code, scale, block, _, _, rowwise, columnwise, square, *_ = F  # Triton 3.6: a plain tuple
-    words, none = (BR, BC * CODE_BITS[code] // 32), (1, 1)
-    keeps_scales = scale in ("e4m3", "e8m0")
-    down = max(BR // block, 1)
-    twice = columnwise and not square
-    shapes = {
-        "rows": words if rowwise or square else none,
-        "row_scale": (down if square else BR, BC // block) if rowwise or square else none,
-        "columns": words if twice else none,
-        "column_scale": (down, BC) if twice else none,
-    }
-    shape = shapes[field] if keeps_scales or not field.endswith("scale") else none
-    return PARTS, *shape
 
 
 @triton.jit
@@ -121,18 +107,21 @@ def _encode_part(
         dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC)
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
         tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
-    row_scale, column_scale = kept.row_scale, kept.column_scale
+    codes, row_scale, columns, column_scale = kept
+    TWICE: tl.constexpr = F.columnwise and not F.square
     if F.scale == "float32":
         if not F.square or i == 0:
             store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
     elif F.scale != "":
         row_scale = insert_tile(row_scale, part.row_scale, i)
-        column_scale = insert_tile(column_scale, part.column_scale, i)
-    codes, columns = kept.rows, kept.columns
+        if TWICE:
+            column_scale = insert_tile(column_scale, part.column_scale, i)
     if MASKED:
         store_codes(part, row, col, rows, cols, mask, storage, F, BR, BC)
     else:
-        codes, columns = insert_tile(codes, part.rows, i), insert_tile(columns, part.columns, i)
+        codes = insert_tile(codes, part.rows, i)
+        if TWICE:
+            columns = insert_tile(columns, part.columns, i)
     return Part(codes, row_scale, columns, column_scale)
 
 
@@ -212,12 +201,12 @@ def step_kernel(
 
     # The update takes registers for one part only. Codes and scales of all parts wait in words, so
     # that whole rows of the tile, transposed ones too, are written as long segments.
-    kept = Part(
-        tl.zeros(field_shape(F, PARTS, BR, BC, "rows"), tl.uint32),
-        tl.zeros(field_shape(F, PARTS, BR, BC, "row_scale"), tl.uint8),
-        tl.zeros(field_shape(F, PARTS, BR, BC, "columns"), tl.uint32),
-        tl.zeros(field_shape(F, PARTS, BR, BC, "column_scale"), tl.uint8),
-    )
+    # What the format does not have stays zero, and is removed by the compiler.
+    DOWN_BLOCKS: tl.constexpr = max(BR // F.block, 1)
+    ROWS: tl.constexpr = DOWN_BLOCKS if F.square else BR
+    words = tl.zeros((PARTS, BR, BC * F.bits // 32), tl.uint32)
+    row_scale = tl.zeros((PARTS, ROWS, max(BC // F.block, 1)), tl.uint8)
+    kept = Part(words, row_scale, words, tl.zeros((PARTS, DOWN_BLOCKS, BC), tl.uint8))
     if HOLDS:
         held = tl.zeros((PARTS, BR, BC), tl.int32)
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.

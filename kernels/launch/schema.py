@@ -45,8 +45,12 @@ SWIZZLE = (
     "col_stride",
     "repeats",  # rows of the swizzled scales per row of the plain ones
 )
-COLUMNS = {name: i for columns in (STEP, CAST, SWIZZLE) for i, name in enumerate(columns)}
 TABLE_WIDTH = len(STEP)
+
+
+def column(name: str) -> int:
+    """The column of this name, which is at the same place in every table that has it."""
+    return {each: i for table in (STEP, CAST, SWIZZLE) for i, each in enumerate(table)}[name]
 
 
 # One float32 row per set of scalars. The first eight are those of ``fp4adam.optim.adam.Scalars``.

@@ -11,20 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
+from fp4adam.kernels.launch import schema
 
-WIDTH = tl.constexpr(TABLE_WIDTH)
+WIDTH = tl.constexpr(schema.TABLE_WIDTH)
+column = triton.constexpr_function(schema.column)
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-
-
-@triton.constexpr_function
-def column(name):
-    return COLUMNS[name]
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.kernels.launch.device_tables import upload
-from fp4adam.kernels.launch.schema import COLUMNS, TABLE_WIDTH
+from fp4adam.kernels.launch.schema import TABLE_WIDTH, column
 
 # (tensor, first row, end row, first column, end column); ends are exclusive.
 Region = tuple[int, int, int, int, int]
@@ -57,7 +57,7 @@ def _table(
 ) -> Tensor:
     words = torch.zeros(len(columns[0][1]), TABLE_WIDTH, dtype=torch.int64, device="cpu")
     for name, numbers in columns:
-        words[:, COLUMNS[name]] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        words[:, column(name)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return _on_device(words, device)
 
 

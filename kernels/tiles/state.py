@@ -27,6 +27,7 @@ OF_MASTERS = tl.constexpr(0x1B56C4E9)
 OF_EXP_AVG = tl.constexpr(0)
 OF_EXP_AVG_SQ = tl.constexpr(0x85EBCA6B)
 
+<<<<<<< HEAD
 DTYPES = {
     "plain": tl.float32,  # unless a parameter says otherwise
     "float32": tl.float32,
@@ -39,47 +40,50 @@ DTYPES = {
     "ue4m4": tl.uint8,
     "factored": tl.float32,  # means of squares by row, see ``factored``
 }
+=======
+>>>>>>> w/kernels
 
-
-class Scaled(NamedTuple):
-    """How a codec with scales rounds the bits of a float32 number.
+class Codec(NamedTuple):
+    """How a state is stored; those with scales round the bits of float32 numbers.
 
     Attributes:
-        dropped: Bits that are rounded away.
+        dtype: Of the codes, or of the numbers.
+        dropped: Bits that are rounded away; 0 without scales.
         top: Of a scale, as ``top`` of a ``BlockCodec``.
         carry: Likewise.
         least: The smallest magnitude; 0 for codecs of positive numbers.
     """
 
-    dropped: int
-    top: int
-    carry: int
+    dtype: tl.dtype
+    dropped: int = 0
+    top: int = 0
+    carry: int = 0
     least: float = 0.0
 
 
-SCALED = {
-    "ue4m4": Scaled(19, 15, 0x7FFFF),
-    "ue5m11": Scaled(12, 31, 0xFFF),
-    "e4m3": Scaled(20, 8, 0x1FFFFF, 2.0**-6),
-    "float16": Scaled(13, 15, 0x1FFF, 2.0**-14),
-}
-
-
 @triton.constexpr_function
-def dtype_of(codec: str) -> tl.dtype:
-    return DTYPES[codec]
-
-
-@triton.constexpr_function
-def scaled(codec: str, i: int) -> int | float:
-    """A number of ``Scaled``."""
-    return SCALED[codec][i]
+def codec_of(name: str, field: str) -> tl.dtype | int | float:
+    """An attribute of a :class:`Codec`."""
+    # A table in here, because Triton refuses kernels after a change of what they read elsewhere.
+    codecs = {
+        "plain": Codec(tl.float32),  # unless a parameter says otherwise
+        "float32": Codec(tl.float32),
+        "bfloat16": Codec(tl.bfloat16),
+        "remainder": Codec(tl.bfloat16),
+        "int8": Codec(tl.int8),  # remainders of codes, which store the rest of a master
+        "codes": Codec(tl.int8),  # no master
+        "ue4m4": Codec(tl.uint8, 19, 15, 0x7FFFF),
+        "ue5m11": Codec(tl.uint16, 12, 31, 0xFFF),
+        "e4m3": Codec(tl.uint8, 20, 8, 0x1FFFFF, 2.0**-6),
+        "float16": Codec(tl.float16, 13, 15, 0x1FFF, 2.0**-14),
+    }
+    return getattr(codecs[name], field)
 
 
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:
     """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return codec in SCALED
+    return codec_of(codec, "dropped") > 0
 
 
 @triton.constexpr_function
@@ -129,10 +133,10 @@ def encode_blocks(
     WHOLE: whether the codes are stored without a mask. Returns codes [BR, BC], scales, uint8
     [BR, BC / 32], and the numbers that these decode to.
     """
-    DROPPED: tl.constexpr = scaled(CODEC, 0)
-    TOP: tl.constexpr = scaled(CODEC, 1)
-    CARRY: tl.constexpr = scaled(CODEC, 2)
-    LEAST: tl.constexpr = scaled(CODEC, 3)
+    DROPPED: tl.constexpr = codec_of(CODEC, "dropped")
+    TOP: tl.constexpr = codec_of(CODEC, "top")
+    CARRY: tl.constexpr = codec_of(CODEC, "carry")
+    LEAST: tl.constexpr = codec_of(CODEC, "least")
     x = tl.reshape(x, (BR, BC // 32, 32))
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
@@ -153,7 +157,7 @@ def encode_blocks(
         least = tl.where(scale == 255, 0x10000000, scale << 23)
         floor = tl.where(scale == 255, 0x70400000, 0)
         code = tl.maximum(x.to(tl.int32, bitcast=True) - least, floor) + upper
-        code = byte_at(code, 19) if CODEC == "ue4m4" else (code >> DROPPED).to(dtype_of(CODEC))
+        code = byte_at(code, 19) if CODEC == "ue4m4" else (code >> DROPPED).to(tl.uint16)
     elif CODEC == "e4m3" and WHOLE and capability() >= 90:
         # The power of two of one over 2^8 times the scale, down to 2^-128, which is subnormal.
         factor = tl.where(scale < 246, (246 - scale) << 23, 0x400000 >> (scale - 246))
@@ -186,8 +190,8 @@ def encode_blocks(
 def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Decode codes [BR, BC] and uint8 scales [BR, BC / 32] to float32 [BR, BC]."""
     code = tl.reshape(code, (BR, BC // 32, 32))
-    if scaled(CODEC, 3) == 0:
-        DROPPED: tl.constexpr = scaled(CODEC, 0)
+    if codec_of(CODEC, "least") == 0:
+        DROPPED: tl.constexpr = codec_of(CODEC, "dropped")
         bits = (scale.to(tl.int32) << 23)[:, :, None] + (code.to(tl.int32) << DROPPED)
         x = bits.to(tl.float32, bitcast=True)
     else:
