@@ -215,13 +215,8 @@ def state_pointers(table, tensor, VARIANT: tl.constexpr):
         pointer(table, tensor, "value_extra", EXTRA),
         pointer(table, tensor, "exp_avg", codec_of(VARIANT.exp_avg_codec, "dtype")),
         pointer(table, tensor, "exp_avg_scale", tl.uint8),
-<<<<<<< HEAD
-        pointer(table, tensor, "exp_avg_sq", dtype_of(VARIANT.exp_avg_sq_codec)),
-        pointer(table, tensor, "exp_avg_sq_scale", SCALE),
-=======
         pointer(table, tensor, "exp_avg_sq", codec_of(VARIANT.exp_avg_sq_codec, "dtype")),
-        pointer(table, tensor, "exp_avg_sq_scale", tl.uint8),
->>>>>>> w/kernels
+        pointer(table, tensor, "exp_avg_sq_scale", SCALE),
         pointer(table, tensor, "max_exp_avg_sq", tl.float32),
     )
 

@@ -26,12 +26,8 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
-<<<<<<< HEAD
 from fp4adam.kernels.factored import load_factors, renewal
-from fp4adam.kernels.format import CODE_BITS, Format, Part, encode, format_of, split_off
-=======
 from fp4adam.kernels.format import Format, Part, encode, format_of, split_off
->>>>>>> w/kernels
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,

@@ -27,21 +27,6 @@ OF_MASTERS = tl.constexpr(0x1B56C4E9)
 OF_EXP_AVG = tl.constexpr(0)
 OF_EXP_AVG_SQ = tl.constexpr(0x85EBCA6B)
 
-<<<<<<< HEAD
-DTYPES = {
-    "plain": tl.float32,  # unless a parameter says otherwise
-    "float32": tl.float32,
-    "bfloat16": tl.bfloat16,
-    "int8": tl.int8,  # remainders of codes, which store the rest of a master
-    "codes": tl.int8,  # no master
-    "float16": tl.float16,
-    "ue5m11": tl.uint16,
-    "e4m3": tl.uint8,
-    "ue4m4": tl.uint8,
-    "factored": tl.float32,  # means of squares by row, see ``factored``
-}
-=======
->>>>>>> w/kernels
 
 class Codec(NamedTuple):
     """How a state is stored; those with scales round the bits of float32 numbers.
@@ -72,6 +57,7 @@ def codec_of(name: str, field: str) -> tl.dtype | int | float:
         "remainder": Codec(tl.bfloat16),
         "int8": Codec(tl.int8),  # remainders of codes, which store the rest of a master
         "codes": Codec(tl.int8),  # no master
+        "factored": Codec(tl.float32),  # means of squares by row, see ``factored``
         "ue4m4": Codec(tl.uint8, 19, 15, 0x7FFFF),
         "ue5m11": Codec(tl.uint16, 12, 31, 0xFFF),
         "e4m3": Codec(tl.uint8, 20, 8, 0x1FFFFF, 2.0**-6),
