@@ -444,7 +444,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "got MXFP8Quantizer", "leave it out")),
     "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
     "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
-    "layer without scales": (without("up.weight_scale"), V, ("layer 'up'", "no weight_scale")),
+    "layer without scales": (without("up.weight_scale"), V, ("'up.weight'", "no 'up.weight_sc")),
     "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),
     "tensor too many": (tensors(lambda t: t.update(more=torch.ones(1))), V, ("lacks 1", "'more'")),
     "codes of another dtype": (replacing("up.weight_packed", Tensor.int), T, ("torch.uint8",
