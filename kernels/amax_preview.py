@@ -43,7 +43,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.store import load_masters, store_block_scales, store_codes
-from fp4adam.kernels.tiles.codes import round_to, to_float32
+from fp4adam.kernels.tiles.codes import raise_amax, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     codec_of,
     has_scales,
@@ -194,11 +194,7 @@ def _amax_preview_kernel(
                 magnitude = tl.where(mask, magnitude, 0.0)
             # The comparison is False for NaN, which amaxes ignore.
             amax = tl.where(magnitude > amax, magnitude, amax)
-        # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
-        # float maximum two.
-        bits = tl.max(tl.max(amax, 1), 0).to(tl.int32, bitcast=True)
-        amax_ptr = amaxes + tl.load(slots + tensor)
-        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+        raise_amax(amaxes + tl.load(slots + tensor), tl.max(tl.max(amax, 1), 0))
 
 
 @triton.jit
@@ -213,10 +209,7 @@ def report_amax(
     """
     if ratio is None:
         if tile_amax > amax:
-            # As integers, the bits of non-negative floats order like the floats.
-            bits = tile_amax.to(tl.int32, bitcast=True)
-            exceeding_ptr = (exceeding + tl.load(slot)).to(tl.pointer_type(tl.int32))
-            tl.atomic_max(exceeding_ptr, bits, sem="relaxed")
+            raise_amax(exceeding + tl.load(slot), tile_amax)
     else:
         # Remainders round a master by a unit. That is at most 1/478 of the block's largest weight,
         # or in a block with a small scale 2.4e-8 of the tensor's.
@@ -289,8 +282,8 @@ class PreviewedLaunch(StepLaunch):
         F: The format.
         epsilon: The lower bound of amaxes.
         is_shared: Whether ranks exchange ``amaxes`` between :meth:`prepare` and the call.
-        passes: Returns the launches of the pass, from slots, amaxes, next amaxes, tile amaxes,
-            exceeding, tile ratios and stored amaxes.
+        passes: Returns the launches of the pass, from slots, amaxes, next amaxes, exceeding and
+            stored amaxes, and from tile amaxes and tile ratios.
 
     Attributes:
         amaxes: float32 [n_slots]. For shards, the amaxes to exchange.
@@ -312,7 +305,7 @@ class PreviewedLaunch(StepLaunch):
             return torch.zeros(n, dtype=torch.float32, device=table.device)
 
         # With zeros the first preview looks at every tile, as nothing is known yet.
-        measured = zeros(len(tiles)), zeros(len(table))
+        tile_ratios, stored_amaxes = zeros(len(tiles)), zeros(len(table))
         n_tiles, n_slots = len(tiles), int(slots.max()) + 1
         self._tile_amaxes, self._amaxes = zeros(n_tiles), [zeros(n_slots), zeros(n_slots)]
         self.amaxes, self._exceeding = zeros(n_slots), zeros(n_slots)
@@ -323,7 +316,7 @@ class PreviewedLaunch(StepLaunch):
         br, bc = COMPLETED_PART[has_scales(*variant.codecs)] if completes else PART
 
         def look(old: Tensor, new: Tensor, again: bool) -> Launch:
-            given = *known, self._tile_amaxes, old, new, self._exceeding, *measured
+            given = *known, self._tile_amaxes, old, new, self._exceeding, tile_ratios, stored_amaxes
             # Formats matter only where masters need codes; one compiled kernel serves all others.
             constexprs = dict(
                 VARIANT=variant, AGAIN=again, F=F if completes else None, SCAN=SCAN, BR=br, BC=bc
@@ -346,7 +339,8 @@ class PreviewedLaunch(StepLaunch):
         for old, new in (self._amaxes, self._amaxes[::-1]):
             looks = [look(old, new, again) for again in ((False,) if rewrites else (False, True))]
             used = self.amaxes if is_shared else new
-            steps = passes(slots, used, old, self._tile_amaxes, self._exceeding, *measured)
+            per_tensor = slots, used, old, self._exceeding, stored_amaxes
+            steps = passes(per_tensor, (self._tile_amaxes, tile_ratios))
             self._turns.append((looks, steps, [rewrite(new)] if rewrites else []))
 
     def compile(self, *signals: Tensor) -> None:

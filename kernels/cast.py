@@ -36,7 +36,8 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.store import edge_mask, store_block_scales, store_codes
-from fp4adam.kernels.tiles.codes import round_to, to_float32
+from fp4adam.kernels.tiles.codes import amax as amax_of
+from fp4adam.kernels.tiles.codes import raise_amax, round_to, to_float32
 
 AMAX_TILE = 4096
 # Block scales that one program writes.
@@ -44,19 +45,11 @@ SCALES = 1024
 
 
 @triton.jit
-def _raise(amax_ptr, amax):
-    """Raise the non-negative float32 at ``amax_ptr`` to ``amax``."""
-    # The bits of non-negative floats order as integers do; an integer maximum is one atomic, a
-    # float maximum two.
-    bits = tl.where(amax == amax, amax, 0.0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
-
-
-@triton.jit
 def _amax_kernel(x_ptr, amax_ptr, numel, N: tl.constexpr):
     """Largest magnitude of x. Grid: (ceil(numel / N),). Reads 2 or 4 bytes per element."""
     offs = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    _raise(amax_ptr, tl.max(tl.abs(to_float32(tl.load(x_ptr + offs, offs < numel, 0.0))), 0))
+    x = to_float32(tl.load(x_ptr + offs, offs < numel, 0.0))
+    raise_amax(amax_ptr, amax_of(x, 0, False))
 
 
 @on_its_device
@@ -108,16 +101,16 @@ def _launch_quantize(
     storage: Sequence[Tensor | None],
     amax: Tensor | None,
     out: Tensor | None,
-    F: Format,
-    epsilon: float,
+    layout: Any,
     tile: tuple[int, int],
     masked: bool,
 ) -> None:
     (rows, cols), (br, bc) = x.shape, tile
-    across = triton.cdiv(cols, bc)
+    across, epsilon = triton.cdiv(cols, bc), layout.scale_rule.amax_epsilon
     _quantize_kernel[(triton.cdiv(rows, br) * across,)](
-        x, *storage, amax, out, rows, cols, across, epsilon, F=F, MASKED=masked, BR=br, BC=bc,
-        num_warps=max(1, min(8, br * bc // 1024)), enable_fp_fusion=False,
+        x, *storage, amax, out, rows, cols, across, epsilon, F=_format(layout, x.dtype),
+        MASKED=masked, BR=br, BC=bc, num_warps=max(1, min(8, br * bc // 1024)),
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -131,15 +124,14 @@ def _largest_divisor(n: int, most: int, least: int) -> int:
 @on_its_device
 def quantize(x: Tensor, out: Any, layout: Any) -> None:
     """Quantize the contiguous matrix ``x`` into a ``Storage`` whose amax is known."""
-    F = _format(layout, x.dtype)
-    masked = F.block == 128  # may be cut at edges
-    least, most = max(F.block, 16), 32 if F.block == 32 else 64
+    block = layout.block
+    masked = block == 128  # may be cut at edges
+    least, most = max(block, 16), 32 if block == 32 else 64
     tile = _largest_divisor(x.shape[0], most, least), _largest_divisor(x.shape[1], 64, least)
     square = out.block_scale_inv
     scale = out.rowwise_scale_inv if square is None else square
     storage = out.rowwise_data, scale, out.columnwise_data, out.columnwise_scale_inv
-    epsilon = layout.scale_rule.amax_epsilon
-    _launch_quantize(x, storage, out.amax, None, F, epsilon, (128, 128) if masked else tile, masked)
+    _launch_quantize(x, storage, out.amax, None, layout, (128, 128) if masked else tile, masked)
 
 
 @on_its_device
@@ -150,8 +142,7 @@ def fake_quantize(x: Tensor, layout: Any) -> Tensor:
     """
     out = torch.empty_like(x)
     amax = None if layout.tensor_scale is None else measure(x)
-    F, epsilon = _format(layout, x.dtype), layout.scale_rule.amax_epsilon
-    _launch_quantize(x, (None,) * 4, amax, out, F, epsilon, (16, 128), True)
+    _launch_quantize(x, (None,) * 4, amax, out, layout, (16, 128), True)
     return out
 
 
@@ -246,7 +237,7 @@ def _span_kernel(
         blocks = in_blocks(largest, F.block, "column")
         tl.store(grid_t, amax_of_blocks(blocks, F, "column"), inside_t)
     if MEASURES and F.tensor_amax != "":
-        _raise(tensor_amax, tl.max(tl.max(largest, 1), 0))
+        raise_amax(tensor_amax, amax_of(amax_of(largest, 1, False), 0, False))
 
 
 @triton.jit

@@ -85,16 +85,15 @@ def _launch(
     strides: tuple[int, ...],
     parts: tuple[int, int, int],
     epsilon: float,
+    named: tuple[Any, ...],
     *key: Any,
-    **constexprs: Any,
 ) -> Launch:
     """The launch for a shape. ``key``: dtype, device and alignments, which need other kernels."""
     rows, cols = shape
     across = triton.cdiv(cols, 8)
     fixed = rows * across, across, cols, *strides, *parts, epsilon
-    constexprs |= {"PARTED": parts[0] > 0, "N": GROUPS}
-    order = ("F", "BLOCK_ROWS", "BLOCK_COLS", "PARTED", "PLAIN", "N")
-    constexprs = {name: constexprs[name] for name in order}
+    names = ("F", "BLOCK_ROWS", "BLOCK_COLS", "PARTED", "PLAIN", "N")
+    constexprs = dict(zip(names, named, strict=True))
     return Launch(_dequantize_kernel, triton.cdiv(rows * across, GROUPS), fixed, constexprs)
 
 
@@ -127,8 +126,8 @@ def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
     strides = (0, 0) if scale is None else scale.stride()[-2:]
     launch = _launch(
         tuple(target.shape), (*strides, *target.stride()), parts, layout.scale_rule.amax_epsilon,
-        out.dtype, out.device.index, alignment(*given, out), F=F, BLOCK_ROWS=block[0],
-        BLOCK_COLS=block[1], PLAIN=plain,
+        (F, *block, parts[0] > 0, plain, GROUPS), out.dtype, out.device.index,
+        alignment(*given, out),
     )  # fmt: skip
     return functools.partial(launch, *given, out)
 

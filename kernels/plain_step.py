@@ -23,12 +23,7 @@ from fp4adam.kernels.adam import (
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import field, pointer, takes_part, tile_offsets
 from fp4adam.kernels.tiles.codes import round_to
-from fp4adam.kernels.tiles.state import (
-    are_narrow,
-    has_scales,
-    max_registers,
-    starts_from_codes,
-)
+from fp4adam.kernels.tiles.state import are_narrow, max_registers
 
 # Tensors are read as rows of so many elements, four per thread. In a longer row Triton loses the
 # hint of ``tile_offsets``.
@@ -137,19 +132,6 @@ def update(
         for tiles, loop, registers in forms
         if len(tiles)
     ]
-
-
-def update_scaled(
-    table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
-) -> tuple[list[Launch], Variant]:
-    """What comes before the pass of a format whose kind has this variant, and that pass's variant.
-
-    States with scales are updated by launches of their own, and the pass reads the new masters:
-    their codecs and a format's conversion in one kernel leave too few registers for either.
-    """
-    if not has_scales(*variant.codecs) or starts_from_codes(variant.value_codec):
-        return [], variant
-    return updated_before(table, scalars, shapes, variant)
 
 
 def updated_before(

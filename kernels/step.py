@@ -40,7 +40,7 @@ from fp4adam.kernels.launch.tensor_table import (
     tile_start,
 )
 from fp4adam.kernels.launch.tile_lists import BAND, tile_grid
-from fp4adam.kernels.plain_step import update_scaled, updated_before
+from fp4adam.kernels.plain_step import updated_before
 from fp4adam.kernels.store import (
     edge_mask,
     load_masters,
@@ -48,7 +48,7 @@ from fp4adam.kernels.store import (
     store_block_scales,
     store_codes,
 )
-from fp4adam.kernels.tiles.codes import capability, round_to, to_float32
+from fp4adam.kernels.tiles.codes import capability, raise_amax, round_to, to_float32
 from fp4adam.kernels.tiles.state import (
     OF_MASTERS,
     are_narrow,
@@ -90,10 +90,14 @@ def _encode_part(
 ):  # fmt: skip
     """The kept parts with part ``i``, at (row, col), inserted: the codes and scales of ``value``.
 
+    value: float32 [BR, BC], or the bits of all parts, int32 [n, BR, BC].
     Stores its remainders, float32 scales, and codes in a mask, none of which are kept.
     """
     rows, cols, amax, epsilon, storage, remainders, constants = given
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    if value.dtype == tl.int32:
+        of_part = tl.arange(0, value.shape[0])[:, None, None] == i
+        value = tl.sum(tl.where(of_part, value, 0), 0).to(tl.float32, bitcast=True)
     x = to_float32(round_to(value, VARIANT.write_dtype))
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, not MASKED)
     mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
@@ -121,23 +125,10 @@ def _encode_part(
     return Part(codes, row_scale, columns, column_scale)
 
 
-@triton.jit
-def _encode_held(
-    kept, held, i, row, col, row_amax, column_amax, given, VARIANT: tl.constexpr, F: tl.constexpr,
-    MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """:func:`_encode_part` of part ``i`` of the held values [n, BR, BC], in bits."""
-    number = tl.arange(0, held.shape[0])[:, None, None]
-    value = tl.sum(tl.where(number == i, held, 0), 0).to(tl.float32, bitcast=True)
-    return _encode_part(
-        kept, value, i, row, col, row_amax, column_amax, given, VARIANT, F, MASKED, BR, BC
-    )
-
-
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def step_kernel(
-    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, slots, amaxes, next_amaxes,
-    tile_amaxes, exceeding, tile_ratios, stored_amaxes, epsilon, VARIANT: tl.constexpr,
+    grad_scale_ptr, clip_ptr, found_inf_ptr, table, scalars, tiles, tile_amaxes, tile_ratios, slots,
+    amaxes, next_amaxes, exceeding, stored_amaxes, epsilon, VARIANT: tl.constexpr,
     F: tl.constexpr, MASKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -297,13 +288,13 @@ def step_kernel(
         given = rows, cols, amax, epsilon, storage, states.value, constants
         if MASKED:
             for i in range(PARTS):
-                kept = _encode_held(
+                kept = _encode_part(
                     kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
                     given, VARIANT, F, MASKED, BR, BC,
                 )  # fmt: skip
         else:
             for i in tl.static_range(PARTS):
-                kept = _encode_held(
+                kept = _encode_part(
                     kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
                     given, VARIANT, F, MASKED, BR, BC,
                 )  # fmt: skip
@@ -320,9 +311,7 @@ def step_kernel(
     if REPORTS:
         tile_amax = tl.max(tl.max(largest, 1), 0)
     if F.tensor_amax == "history":
-        # The bits of non-negative floats order as integers do.
-        latest = pointer(table, tensor, "amax_history", tl.int32)
-        tl.atomic_max(latest, tile_amax.to(tl.int32, bitcast=True), sem="relaxed")
+        raise_amax(pointer(table, tensor, "amax_history", tl.float32), tile_amax)
     if PREVIEWS:
         most = tl.max(tl.max(ratio, 1), 0) if SPLITS else None
         if FACTORED:
@@ -406,8 +395,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if F.square and sm == 90 and (has_lanes or variant.is_updated):
-            # Six programs fit on each multiprocessor of an H200, or twelve after an update.
+        if sm == 90 and (variant.is_updated or (F.square and has_lanes)):
+            # Six programs fit on each multiprocessor of an H200; of square blocks twelve after an
+            # update.
             registers = 168 if has_lanes else 80
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
@@ -483,7 +473,11 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
     after = renewal(variant, tensors)
-    updates, rest = update_scaled(table, scalars, shapes, variant)
+    updates, rest = [], variant
+    if has_scales(*variant.codecs) and not starts_from_codes(variant.value_codec):
+        # By launches of their own, and the pass reads the new masters: codecs with scales and a
+        # format's conversion in one kernel leave too few registers for either.
+        updates, rest = updated_before(table, scalars, shapes, variant)
     sm = compute_capability(table.device)
     kinds = [(rest, form) for form in forms(F, rest, sm)]
     kinds.append(kinds[1])
@@ -493,22 +487,13 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
         more, updated = updated_before(table, scalars, ragged, variant)
         updates, kinds[2] = [*updates, *more], (updated, forms(F, updated, sm)[1])
 
-    def launches(
-        slots: Tensor | None = None,
-        amaxes: Tensor | None = None,
-        next_amaxes: Tensor | None = None,
-        tile_amaxes: Tensor | None = None,
-        exceeding: Tensor | None = None,
-        tile_ratios: Tensor | None = None,
-        stored_amaxes: Tensor | None = None,
-    ) -> list[Launch]:
-        """Those over large tiles, and those over the tiles at edges."""
+    def launches(per_tensor: tuple = (None,) * 5, per_tile: tuple = (None,) * 2) -> list[Launch]:
+        """Those over large tiles, and those over the tiles at edges; given what previews need."""
         made = [*updates]
         for i, ((used, form), first) in enumerate(zip(kinds, ends[:-1], strict=True)):
             last = ends[i + 1]
-            ratios = None if tile_ratios is None else tile_ratios[first:last]
-            bounds = None if tile_amaxes is None else tile_amaxes[first:last]
-            given = table, scalars, tiles[first:last], slots, amaxes, next_amaxes, bounds, exceeding
+            of_tiles = (each if each is None else each[first:last] for each in (tiles, *per_tile))
+            given = table, scalars, *of_tiles, *per_tensor, epsilon
             constexprs = dict(
                 VARIANT=used,
                 F=F,
@@ -520,7 +505,6 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
                 STAGES=form.num_stages,
             )
             options = dict(num_warps=form.num_warps, maxnreg=form.registers)
-            given = *given, ratios, stored_amaxes, epsilon
             made.append(Launch(step_kernel, last - first, given, constexprs, **options))
         return made + after
 
@@ -540,5 +524,5 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
                 BLOCK=triton.next_power_of_2(length),
             ),
         )
-        return adam.StepLaunch([shift, *launches(stored_amaxes=stored_amaxes)])
+        return adam.StepLaunch([shift, *launches((None, None, None, None, stored_amaxes))])
     return adam.StepLaunch(launches())

@@ -135,6 +135,15 @@ def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
 
 
 @triton.jit
+def raise_amax(amax_ptr, amax):
+    """Raise the float32 number at ``amax_ptr`` to ``amax``; neither is negative or NaN."""
+    # The bits of such numbers order as integers do; an integer maximum is one atomic, a float
+    # maximum two.
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
+    tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def e2m1_code(x):
     """Code of the nearest E2M1 value, ties to the even code; and that value.
 
