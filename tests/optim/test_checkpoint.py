@@ -182,7 +182,7 @@ RESTARTS: dict[str, tuple[Callable, list[str]]] = {
         ["2 of its masters do not belong", "masters of 2 weights restart", ""],
     ),
     "a frozen layer": (
-        lambda saved, params: [saved["state"].pop(i) for i in (0, 2)],
+        lambda saved, params: saved["state"].pop(0),
         ["it has no masters for 1 quantized weights", "", ""],
     ),
 }
@@ -196,6 +196,7 @@ def test_masters_that_restart_are_counted_once(change, words, states) -> None:
     optimizer = FP4Adam(params, lr=1e-3, states=states)
     take_steps(optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][2]  # a plain parameter is no weight that lacks its master
     change(saved, params)
     resumed = FP4Adam(params, lr=1e-3, states=states)
     calls = [lambda: resumed.load_state_dict(saved)]
