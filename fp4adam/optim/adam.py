@@ -122,7 +122,7 @@ def adam_(
     exp_avg.copy_((g - exp_avg) * s.lerp_weight + base)
 
     if s.step_size != 0:  # A zero step leaves the value alone, including the sign of a zero.
-        if adam_w_mode and s.decay != 1:
+        if adam_w_mode:
             p = p * s.decay
         value.copy_(p - exp_avg * s.step_size / denominator)
     return g

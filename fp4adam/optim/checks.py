@@ -11,7 +11,7 @@ from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.optim.options import Options
-from fp4adam.optim.state_codec import FACTORED, PLAIN
+from fp4adam.optim.state_codec import FACTORED, FLOAT32, FLOAT64, PLAIN
 from fp4adam.optim.state_tensor import SCALES, is_dense
 from fp4adam.tensors import rows
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -262,6 +262,7 @@ def check_state(
     """The kernels take bare addresses: they would write past the end of a tensor too small."""
     devices = {param.device, torch.device("cpu")} if is_offloaded else {param.device}
     own, codecs = local(param), options.codecs(param.dtype, is_factored(param))
+    codecs["max_exp_avg_sq"] = FLOAT64 if param.dtype == torch.float64 else FLOAT32
     for name in (*SCALES, "param_remainder"):
         if name not in state:
             continue
@@ -277,8 +278,9 @@ def check_state(
                 "optimizer.load_state_dict(optimizer.state_dict()) moves it, for a new shape "
                 "create a new optimizer"
             )
-        if name == "master_param" and codes.dtype == torch.float32 and SCALES[name] not in state:
-            continue  # just loaded, in FP32; the next step encodes it
+        is_fp32 = codes.dtype == torch.float32 and SCALES.get(name) not in state
+        # A master that was just loaded; the next step encodes it.
+        codec = None if name == "master_param" and is_fp32 else codec
         dtype = torch.int16 if name == "param_remainder" else codec and codec.dtype
         is_bad = codec is not None and not (codec.exact or is_dense(codes))
         if is_bad or dtype not in (None, codes.dtype):

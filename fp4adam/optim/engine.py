@@ -257,7 +257,7 @@ class Engine:
         plan = StepPlan(members, outsiders, self.targets.grad_reader(params), options)
         self._planned = params, [*self._own_states()], self._structure(), sharded
         self.plan = plan  # whole, wherever an interrupt comes
-        if not plan.fits(are_shown=True):
+        if not plan.fits(self.targets.are_shown):
             raise RuntimeError("a step plan must fit what it was made from; please report this")
 
     def check(self) -> tuple[set[Tensor], set[Tensor]]:

@@ -284,11 +284,10 @@ class FusedAdam(Optimizer):
             self._release.finish_step(signals, engine)
             return self._sync_steps(engine)
         captures = backend.is_capturing()
-        if captures or options.capturable:
-            engine.check_call()
         if captures:
             capturing.check_capture(engine, self._captured)
         elif options.capturable:
+            engine.check_call()
             capturing.put_rates_on_devices(engine)
         signals = Signals(*(getattr(self, name, None) for name in Signals._fields))
         self._sync_steps(engine)

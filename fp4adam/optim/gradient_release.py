@@ -168,7 +168,6 @@ class GradientRelease:
     def _step(self, unit: Engine, engine: Engine) -> None:
         engine.step_part(unit, Signals())
         self._released |= {param for param in unit.params if param.grad is not None}
-        self._arrived.difference_update(unit.params)
         for param in unit.params:
             param.grad = None
 

@@ -74,10 +74,10 @@ def _powers(tensors: Storage, layout: Layout) -> Storage:
         return tensors.exchange(**{f"{usage}_data": (codes & 0x80 - least).clamp_(min=least)})
     # Exponents of two codes per byte; an exponent of 0 becomes 1, whose power of two is 1.
     exponents = codes & 0x66
-    is_zero = ((exponents >> 1) | (exponents >> 2)).bitwise_and_(0x11) ^ 0x11
+    is_below_2 = (~codes >> 1) & 0x22
     name = "block_scale_inv" if layout.is_square else f"{usage}_scale_inv"
     scales = {name: getattr(tensors, name).clamp(min=_LEAST_SCALE)}
-    return tensors.exchange(**{f"{usage}_data": exponents | (is_zero << 1)}, **scales)
+    return tensors.exchange(**{f"{usage}_data": exponents | is_below_2}, **scales)
 
 
 def _largest(tensors: Storage, layout: Layout) -> Storage:

@@ -307,7 +307,7 @@ def given_master(member: Target, saved: State) -> State:
     owner, param = member.owner, member.param
     saved = _local_part(owner, {name: saved[name] for name in ENTRIES if name in saved})
     if MASTER not in saved:
-        return {MASTER: join_master(param.detach(), saved[REST].to(param.device))}
+        return {MASTER: join_master(param, saved[REST].to(param.device))}
     given = StateTensor.of_saved(saved, MASTER)
     if given.codec is not INT8:
         return {MASTER: state_like(param).copy_(given.decode())}

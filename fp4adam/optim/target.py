@@ -141,7 +141,7 @@ class Target:
         if is_dtensor(self.owner):
             self.tensors = {name: local(value) for name, value in state.items()}
             first = first_element(self.owner)
-        self.dither_start = (first + place * _SALT) % 2**32
+        self.dither_start = first + place * _SALT
         tensors, name = self.tensors, self.master.name
         self.stepped = tensors[MASTER] if name == MASTER else self.param
         self.max_exp_avg_sq = tensors["max_exp_avg_sq"] if group["amsgrad"] else None

@@ -107,6 +107,12 @@ def shard_otherwise(rank: int) -> None:
         fully_shard(model, mesh=all_ranks(), shard_placement_fn=lambda _: Shard(1))
     with pytest.raises(ValueError, match="layer '0' must be whole.*fully_shard after"):
         quantize_model(distribute(build(64, 32, None), "root"), "nvfp4")
+    model = build(64, 32, "nvfp4")
+    fully_shard(model[0], mesh=all_ranks())
+    optimizer = FP4Adam(model.parameters(), scale_groups=[[model[0].weight, model[2].weight]])
+    set_grads(model, fixed_grads(model, 0))
+    with pytest.raises(NotImplementedError, match="must be sharded over the same ranks, got"):
+        optimizer.step()
     dist.barrier()  # nobody waits for anybody
 
 

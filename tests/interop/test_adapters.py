@@ -28,7 +28,7 @@ from fp4adam import (
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
-from helpers import WithGradient, all_params, random
+from helpers import all_params, random
 from te_stand_ins import (
     QUANTIZERS,
     SHAPE,
@@ -69,9 +69,10 @@ def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
 def stepped(
     quantizer: Quantizer, device: str = "cpu", lr: float = 1e-2, **attributes: object
 ) -> tuple[Parameter, FP4Adam]:
-    """A stand-in and its optimizer, after a step."""
-    param = te_tensor(quantizer, random(SHAPE, 0, device).bfloat16(), **attributes)
-    optimizer = FP4Adam([param], lr=lr)
+    """A stand-in, the second one of its optimizer, after a step."""
+    values = [random(SHAPE, seed, device).bfloat16() for seed in (9, 0)]
+    other, param = (te_tensor(quantizer, value, **attributes) for value in values)
+    optimizer = FP4Adam([other, param], lr=lr)
     step(optimizer, 0)
     return param, optimizer
 
@@ -111,21 +112,6 @@ def test_training_is_that_of_own_tensors(name, kind, path_device):
         plan = optimizers[1]._whole.plan
         step(optimizers[1], 3)
         assert optimizers[1]._whole.plan is plan  # nothing is worked out again
-
-
-@every_format
-def test_gradient_release(quantizer):
-    params = [te_tensor(quantizer, random(SHAPE, 0, scale=0.1).bfloat16()) for _ in range(2)]
-    released, plain = (FP4Adam([param], lr=1e-2) for param in params)
-    released.enable_gradient_release()
-    for scale in (1.0, 2.0):
-        for param in params:
-            WithGradient.apply(param, random(SHAPE, 1) * scale).backward()
-        assert params[0].grad is None and params[1].grad is not None
-        for optimizer in (released, plain):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_bytes(*params)
 
 
 def test_buffers_that_come_and_go_are_followed():

@@ -220,16 +220,17 @@ def test_no_update_is_larger_than_its_bound(beta1, beta2, eps, seed, scales, cor
 
 
 def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
-    """Also of more elements than are measured at a time, and with NaN among them."""
-    m, v = torch.zeros(2**24 + 100), torch.ones(2**24 + 100)
+    """Also with NaN among them; and they are no larger than the largest update."""
+    m, v = torch.zeros(100), torch.ones(100)
     m[3], m[5], m[-5] = 7.0, torch.nan, 2.0
     assert measured_ratio(m, v, 1e-8) == pytest.approx(49.0, rel=1e-3)
-    assert measured_ratio(m.flip(0), v, 1e-8) == pytest.approx(49.0, rel=1e-3)
     assert measured_ratio(m[3:4] * 1e-6, v[:1] * 1e-12, 1e-8) == pytest.approx(49.0, rel=1e-3)
     for beta1 in (0.0, 0.4, 0.9):
         scalars = adam_scalars(OPTIONS | dict(betas=(beta1, 0.99)), 1)
         expected = beta1**2 / 0.99 * 3 + (1 - beta1) ** 2 / 0.01
         assert next_ratio(3.0, scalars) == pytest.approx(expected)
+        update = 2 * scalars.step_size / scalars.rsqrt_bias_correction2
+        assert largest_update(scalars, 4.0) == pytest.approx(update, rel=1e-3)
     for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
         scalars = adam_scalars(OPTIONS | options, 1)
         assert largest_update(scalars, ratio_after(1, scalars)) == math.inf

@@ -7,6 +7,7 @@ runs these again, with what the host had at the time of the capture.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -178,7 +179,11 @@ def test_parameters_without_elements_are_counted(device: str) -> None:
             param.grad = torch.ones_like(param)
         optimizer.found_inf = torch.full((1,), overflow, device=device)
         optimizer.step()
-    assert [optimizer.state[param]["step"].item() for param in params] == [2.0] * 3
+    step = optimizer.param_groups[0]["step"]
+    before, step.data = step.data, torch.full_like(step, 7.0)  # others may move what they see
+    optimizer.step()
+    counts = {optimizer.state[param]["step"].item() for param in params}
+    assert counts == {3.0, 8.0} and before == 2
 
 
 # Replays
@@ -384,6 +389,10 @@ def test_unsupported_combinations_are_refused(device: str) -> None:
     optimizer = FusedAdam(params, capturable=True)
     with pytest.raises(NotImplementedError, match="capturable must be False for gradient release"):
         optimizer.enable_gradient_release()
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        take_steps(optimizer, [0])
+    assert optimizer.param_groups[0]["lr"] is math.nan  # and no tensor, which nobody reads
     if HAS_GPU:
         optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
         with pytest.raises(ValueError, match="tensor on the GPU.*got a tensor on cpu"):

@@ -130,6 +130,12 @@ def test_options_that_the_inner_optimizer_changes(device: str) -> None:
     take_steps(optimizer, range(3))
     assert optimizer.param_groups[0]["k"] == 3
     assert optimizer.state_dict()["param_groups"][0]["k"] == 3
+    copied = copy.deepcopy(optimizer)  # which knows the values that its weights are given
+    (param,) = all_params(copied)
+    with torch.no_grad():
+        param.copy_(value := value_of(param) * 1.01)
+    copied.reset_master_weights()
+    assert_identical(copied.state[param]["master_param"], value)
 
 
 def test_hooks_may_replace_what_is_loaded() -> None:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from helpers import (
+    WithGradient,
     assert_bytes_are_of_masters,
     assert_identical,
     random,
@@ -238,7 +239,7 @@ def test_the_keyword_of_transformer_engine_gives_its_layout():
         for each in (optimizer, copy.deepcopy(optimizer)):
             assert [group.get("step") for group in each.param_groups] == [1 if shows_te else None]
             for state in (*each.state.values(), *each.state_dict()["state"].values()):
-                assert ("step" in {*state}) is not shows_te
+                assert ("step" in {*state}) is not shows_te and "exp_avg_scale" not in {*state}
 
 
 def test_groups_count_steps():
@@ -247,13 +248,19 @@ def test_groups_count_steps():
     assert all(type(group["step"]) is int for group in optimizer.param_groups)
     saved = optimizer.state_dict()
     assert [group["step"] for group in saved["param_groups"]] == [3, 3]
-    for group in optimizer.param_groups:
-        group["step"] = 7
+    optimizer.param_groups[0]["step"] = 7
+    saved_now = optimizer.state_dict()["param_groups"]
+    assert [group["step"] for group in saved_now + optimizer.param_groups] == [7] * 4
     take_steps(optimizer, [0])
     assert [optimizer.state[param]["step"] for param in params] == [8, 8]
     copied = copy.deepcopy(optimizer)
-    take_steps(copied, [0])
-    assert copied.param_groups[0]["step"] == 9 and optimizer.param_groups[0]["step"] == 8
+    copied.enable_gradient_release()
+    for count in (9, 20, 21):  # one that is set is that of released steps once they are over
+        for param in copied.param_groups[0]["params"]:
+            WithGradient.apply(param, torch.ones(param.shape)).backward()
+        copied.step()
+        assert copied.param_groups[0]["step"] == count and optimizer.param_groups[0]["step"] == 8
+        copied.param_groups[0]["step"] = max(count, 20)
     # A count that the device has taken back.
     optimizer.found_inf = torch.ones(1)
     take_steps(optimizer, [0])
@@ -269,9 +276,10 @@ def test_groups_count_apart_and_those_without_a_count_show_the_largest():
     params = weights()
     optimizer = FusedAdam([{"params": [param]} for param in params] + [{"params": []}])
     assert "step" not in optimizer.state_dict()["param_groups"][0]
-    take_steps(optimizer, [0])
-    params[1].grad = None
+    set_grads(params[:1], 0)
     optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # with one state
+    take_steps(optimizer, [0])
     assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
 
 
@@ -331,11 +339,13 @@ def test_a_grad_scaler_can_be_passed_to_the_step():
 @pytest.mark.parametrize("none", [True, False])
 def test_set_grad_none_is_what_zero_grad_does(none):
     for kind in (FusedAdam, FP4Adam):
-        param = weights()[1]
-        optimizer = kind([param], set_grad_none=none)
-        param.grad = torch.ones_like(param)
+        params = weights()
+        optimizer = kind(params, set_grad_none=none, use_decoupled_grad=True)
+        for dtype in (None, torch.float32):
+            set_grads(params, 0, dtype=dtype)
         with pytest.raises(ValueError, match=f"set_to_none must be {none} .* got {not none}"):
             optimizer.zero_grad(set_to_none=not none)
         optimizer.zero_grad()
-        assert (param.grad is None) == none
+        for grad in [grad for param in params for grad in (param.grad, param.decoupled_grad)]:
+            assert grad is None if none else not grad.any()
         optimizer.zero_grad(none)

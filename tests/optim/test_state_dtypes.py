@@ -70,11 +70,15 @@ def test_options_choose_the_storage(options, dtypes, of_bfloat16):
     state = optimizer.state[plain]
     assert state.get("param_remainder", state.get("master_param")).dtype == of_bfloat16
     assert optimizer.state[double]["exp_avg"].dtype == torch.float64
+    plain.data = plain.data.half()
+    take_steps(optimizer, [1])
+    assert "param_remainder" not in optimizer.state[plain]
 
 
 def test_remainders_are_those_of_8bit_unless_they_are_refused():
     plain = Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
-    assert FusedAdam([plain], states="8bit", master_weights=False).store_param_remainders
+    for states in ("8bit", "32bit"):
+        assert FusedAdam([plain], states=states, master_weights=False).store_param_remainders
     options = {"master_weights": False, "store_param_remainders": False}
     assert not FusedAdam([plain], states="8bit", **options).store_param_remainders
 
@@ -92,6 +96,11 @@ def test_channels_last_parameters_have_blocks_in_the_order_of_memory(device):
         resumed = FP4Adam([param], **MOMENTS)
         resumed.load_state_dict(optimizer.state_dict())
         assert_identical(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+    other = FP4Adam([Parameter(value.clone())], **MOMENTS)  # in another order
+    other.load_state_dict(optimizer.compact_state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        own, kept = (one.state_dict()["state"][0][name] for one in (other, optimizer))
+        torch.testing.assert_close(own, kept, rtol=0.1, atol=kept.max().item() / 100)
     assert_identical(*results)
 
 

@@ -37,7 +37,10 @@ def assert_goes_on_as_operators(optimizer):
     twin = copy.deepcopy(optimizer)
     twin.param_groups[0]["fused"] = False
     for each in (optimizer, twin):
-        set_grads(each.param_groups[0]["params"], seed=9)
+        params = each.param_groups[0]["params"]
+        set_grads(params, seed=9)
+        for param in params[1:2]:  # one of two that a launch steps
+            param.grad = torch.stack((param.grad, param.grad), -1)[..., 0]
         each.step()
     assert_same_training(optimizer, twin)
 
@@ -87,14 +90,17 @@ def test_gradients_are_not_kept_alive(trained):
     assert all(ref.expired() for ref in weak)
 
 
-def test_unaligned_codes_take_the_slower_path(trained):
-    param = trained.param_groups[0]["params"][0]
-    codes = param._rowwise_data
-    param._rowwise_data = codes.new_empty(codes.numel() + 1)[1:].view(codes.shape).copy_(codes)
-    set_grads(trained.param_groups[0]["params"], 2)
-    trained.step()
-    assert [member.owner is param for member in trained._whole.plan._by_operators] == [True]
-    assert_goes_on_as_operators(trained)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_unaligned_codes_take_the_slower_path(grouped, device):
+    params = make_params(device, RECIPES["nvfp4"])
+    optimizer = FP4Adam(params, lr=1e-2, scale_groups=[params[:2]] if grouped else None)
+    codes = params[0]._rowwise_data
+    params[0]._rowwise_data = codes.new_empty(codes.numel() + 1)[1:].view(codes.shape).copy_(codes)
+    set_grads(params, 2)
+    optimizer.step()
+    by_operators = [member.owner is params[0] for member in optimizer._whole.plan._by_operators]
+    assert by_operators == [True] * (not grouped)  # a group is quantized after its step
+    assert_goes_on_as_operators(optimizer)
 
 
 def test_codes_in_memory_of_others_are_watched(trained):

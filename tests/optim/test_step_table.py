@@ -128,10 +128,10 @@ CASES = {
     "block factored": Case("fp8block_2d_pow2", "factored", FP16, ASCENDING, ((130, 32), (5, 3))),
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
-    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, sharing=2),
+    "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, RAGGED, 2),
     "nvfp4 shared": Case("nvfp4_2d", "32bit", None, ADAMW, ((32, 64), (16, 64)), 2),
     "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED, sharing=2),
-    "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED),
+    "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED, RAGGED),
     "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
     "float8block none": Case("fp8block_2d_pow2", "fp8 without masters", None, L2, RAGGED),
     "float8block fp32": Case("fp8block_2d_fp32", "16bit", FP16, UNCORRECTED, RAGGED),
@@ -365,13 +365,13 @@ def found_inf(run: Run, oracle: Oracle, seed: int) -> None:
 
 @move
 def refused_states(run: Run, oracle: Oracle, seed: int) -> None:
-    """Kernels would read and write past their end: nothing is stepped, of no parameter."""
+    """Kernels would read them wrongly, or past their end: nothing is stepped, of no parameter."""
     run.set_grads(run.grads(seed))
     state = run.states()[seed % 4]
     before = run.contents()
     for name in [name for name in state if name not in ("step", "weight_digest")]:
         kept = state[name]
-        for wrong in (kept.new_zeros(2, 2), kept.to("meta"), kept.view(-1)[: kept.numel() // 2]):
+        for wrong in (kept.double(), kept.to("meta"), kept.view(-1)[: kept.numel() // 2]):
             state[name] = wrong
             with pytest.raises((RuntimeError, ValueError), match="must have the shape|must be"):
                 run.optimizer.step()
@@ -533,8 +533,8 @@ def states_changed_by_hand(run: Run, oracle: Oracle, seed: int) -> None:
         for entry in (state, cell.moments):
             entry["exp_avg"].mul_(50.0)
             entry["exp_avg_sq"] = entry["exp_avg_sq"] * 0.25
-        state["step"].fill_(7.0)
-        cell.step = 7
+        state["step"].fill_(100.0)
+        cell.step = 100
         if "master_param" in state:
             state["master_param"].view(-1)[5] = 40.0
             cell.value.view(-1)[5] = 40.0
@@ -671,6 +671,7 @@ def continue_with(run: Run, oracle: Oracle, seed: int, copied: tuple[nn.Module, 
     original = copy.copy(run)
     before = copy.deepcopy(original.contents())
     run.model, run.optimizer = copied
+    some_overwritten(run, oracle, seed)
     both(run, oracle, seed)
     assert_identical(original.contents(), before)
 

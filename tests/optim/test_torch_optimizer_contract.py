@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.testing._internal.common_optimizers import optim_db
 
 import helpers
-from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer
+from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer, NVFP4Quantizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -287,27 +287,31 @@ def test_one_group_may_span_two_gpus(make: Make) -> None:
 # Hooks
 
 
-@every_optimizer
+@pytest.mark.parametrize(
+    "make", [FusedAdam, FP4Adam, functools.partial(MasterWeightOptimizer, optimizer_class=AdamW)]
+)
 def test_hooks_run_around_state_dicts(make: Make, device: str) -> None:
-    def with_rate(rate: float) -> Callable[..., dict[str, Any]]:
+    """Two of each kind."""
+
+    def adding(rate: float) -> Callable[..., dict[str, Any]]:
         def replace(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             state_dict = deepcopy(state_dict)
-            state_dict["param_groups"][0]["lr"] = rate
+            state_dict["param_groups"][0]["lr"] += rate
             return state_dict
 
         return replace
 
-    optimizer = make(make_params(device))
-    optimizer.register_state_dict_pre_hook(lambda optimizer: optimizer.state.update(test=1))
-    optimizer.register_state_dict_post_hook(with_rate(0.001))
+    optimizer, noted, handles = make(make_params(device), lr=0.0), [], []
+    for key, rate in (("first", 1.0), ("second", 2.0)):
+        optimizer.register_state_dict_pre_hook(lambda o, key=key: o.state.update({key: 1}))
+        optimizer.register_state_dict_post_hook(adding(rate))
+        handles.append(optimizer.register_load_state_dict_pre_hook(adding(10 * rate)))
+        optimizer.register_load_state_dict_post_hook(
+            lambda optimizer: noted.append(optimizer.param_groups[0]["lr"])
+        )
     saved = optimizer.state_dict()
-    assert (saved["state"]["test"], saved["param_groups"][0]["lr"]) == (1, 0.001)
-    noted = []
-    optimizer.register_load_state_dict_post_hook(
-        lambda optimizer: noted.append(optimizer.param_groups[0]["lr"])
-    )
-    handle = optimizer.register_load_state_dict_pre_hook(with_rate(0.002))
+    assert saved["state"]["first"] == saved["state"]["second"] == 1
     optimizer.load_state_dict(saved)
-    handle.remove()
+    handles[0].remove()
     optimizer.load_state_dict(saved)
-    assert noted == [0.002, 0.001]
+    assert noted == [33.0, 33.0, 23.0, 23.0]
