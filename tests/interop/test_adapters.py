@@ -475,7 +475,10 @@ def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
 
 
 def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
-    param, optimizer = stepped(Float8Quantizer(scaling="delayed"))
+    quantizers = Float8Quantizer(), Float8Quantizer(scaling="delayed")
+    first, param = (te_tensor(each, random(SHAPE, 0).bfloat16()) for each in quantizers)
+    optimizer = FP4Adam([first, param], lr=1e-2)
+    step(optimizer, 0)
     before = master_of(optimizer, param).clone()
     param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))
     step(optimizer, 1)
