@@ -225,16 +225,6 @@ def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
     assert_bytes(resumed, trained)
 
 
-def test_copies_of_a_model_have_memory_of_their_own():
-    param, optimizer = stepped(NVFP4Quantizer())
-    clone = copy.deepcopy(param)
-    before = te_bytes(clone)
-    step(optimizer, 1)
-    assert_unchanged(clone, before)
-    step(FP4Adam([clone], lr=1e-2), 2)
-    assert_bytes_of_master(optimizer, param, NVFP4Quantizer())
-
-
 def assert_unchanged(param: Tensor, before: dict[str, Tensor]) -> None:
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(param).items())
 
