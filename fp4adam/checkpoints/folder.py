@@ -47,10 +47,10 @@ def _check_vacant(folder: Path, names: Iterable[str]) -> None:
     """Raise FileExistsError if files would be mixed with others, or overwrite some of ``names``."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"folder must be one, got the file {str(folder)!r}; choose another")
-    present = sorted(folder.glob("*.safetensors*"))
-    if present:
+    present = next(folder.glob("*.safetensors*"), None)
+    if present is not None:
         raise FileExistsError(
-            f"folder must not hold a checkpoint yet, got {str(present[0])!r}; choose another one, "
+            f"folder must not hold a checkpoint yet, got {str(present)!r}; choose another one, "
             "or remove its safetensors files"
         )
     for name in names:

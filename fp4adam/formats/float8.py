@@ -152,8 +152,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        factors = self.encode_scale(tensor_amax)
-        return 1.0 / factors, factors
+        return amaxes, self.encode_scale(tensor_amax)  # no scales of blocks are stored
 
     def factors(self, scales: Tensor | None, tensor_amax: Tensor) -> Tensor:
         return self.encode_scale(tensor_amax)

@@ -111,7 +111,6 @@ class Fingerprint:
 
     def unchanged(self) -> bool:
         """Read everything again; True if it is as :meth:`record` found it."""
-        self._versioned = []
         try:
             same, placed, versioned, _, laid_out = self._read()
             unchanged = (

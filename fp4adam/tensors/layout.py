@@ -113,11 +113,11 @@ class Layout:
         return "block_scale_inv" if self.is_square else f"{usage}_scale_inv"
 
     @functools.cached_property
-    def blocks(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of blocks by the direction of their scales; rowwise if square."""
+    def blocks(self) -> dict[str, Inner]:
+        """The scales of blocks by direction; rowwise if square."""
         if self.is_square:
-            return {"rowwise": (self.block, self.block)}
-        return {usage: getattr(self, usage).scales[:2] for usage in self.kept}
+            return {"rowwise": Inner(self.block, self.block)}
+        return {usage: getattr(self, usage).scales for usage in self.kept}
 
     @functools.cached_property
     def rows_per_entry(self) -> dict[str, int]:

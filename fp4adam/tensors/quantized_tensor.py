@@ -73,7 +73,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         requires_grad: bool = False,
     ) -> "QuantizedTensor":
         shared = storage if isinstance(storage, SharedStorage) else SharedStorage(storage)
-        device = shared.tensors.present[0].device
+        device = shared.tensors.codes.device
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )

@@ -245,7 +245,7 @@ def is_of(tensor: QuantizedTensor, value: Tensor, slack: int = 0) -> bool:
 
     actual = part.inner.codes[own].short() if pending is None else codes(rows_of(tensor, pending))
     if layout.scale_type == "float32" and not layout.scale_rule.force_pow_2_scales:
-        slack = max(slack, 1)  # the reciprocal of a stored scale is not always its encode scale
+        slack = 1  # the reciprocal of a stored scale is not always its encode scale
     return bool(((codes(value) - actual).abs() <= slack).all())
 
 

@@ -124,7 +124,7 @@ def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
         if capability() == 0:
             x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
         largest = tl.max(tl.abs(x), AXIS)
-        largest = tl.where(largest == largest, largest, 0.0)
+        largest = tl.maximum(largest, 0.0)  # the number, if the other one is NaN
     elif capability() > 0:
         largest = tl.reduce(tl.abs(x), AXIS, _larger)
     else:

@@ -39,6 +39,7 @@ AS_OTHERS_WRITE = [
         ("float8block", "fp8", converted("weight_scale_inv", lambda x, dtype=dtype: x.to(dtype)))
         for dtype in (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
     ),
+    ("float8block", "compressed-tensors", converted("weight_scale", Tensor.bfloat16)),
     *(
         ("mxfp8", layout, converted("weight_scale", lambda x: x.view(torch.float8_e8m0fnu)))
         for layout in ("compressed-tensors", "modelopt")

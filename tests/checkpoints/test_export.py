@@ -470,6 +470,29 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("layout", "kinds", "option"),
+    [
+        (
+            "compressed-tensors",
+            (NVFP4Quantizer(columnwise=False), ROWWISE_NVFP4),
+            "two_dimensional",
+        ),
+        ("fp8", [case[1] for case in CASES[-3:-1]], "force_pow_2_scales"),
+    ],
+)
+def test_the_format_is_one_that_holds_all_layers(layout, kinds, option, order, tmp_path):
+    model = build(None)
+    for layer, quantizer in zip((model.up, model.down)[::order], kinds, strict=True):
+        quantize_model(nn.ModuleList([layer]), quantizer)
+    export_checkpoint(model, tmp_path, layout)
+    read = import_checkpoint(build(None, seed=1), tmp_path)
+    assert not getattr(read.up.weight.quantizer, option)
+    for own, param in zip(read.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own.to(torch.bfloat16), param.to(torch.bfloat16))
+
+
 def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
     export_checkpoint(trained(ROWWISE_NVFP4)[0], tmp_path)
     for quantizer, message in (

@@ -137,6 +137,13 @@ def test_modules_that_checkpoints_name_otherwise():
     assert module_names(spans) == {"moe": "a", "layer": "b"}
 
 
+def test_all_that_readers_misread_is_told(tmp_path):
+    model = make()
+    model.q_proj, model.k_proj, model.from_pretrained = nn.Linear(DIM, 16), nn.Linear(DIM, 16), 0
+    with pytest.warns(UserWarning, match="one amax"), pytest.warns(UserWarning, match="P4 experts"):
+        export_checkpoint(quantize_model(model, "nvfp4"), tmp_path)
+
+
 def test_experts_that_share_scales_are_refused(tmp_path):
     model = make("float8block", rows=64)
     with pytest.raises(ValueError, match="of 128 rows to be exported, got rows 0 to 64 of 'exp"):

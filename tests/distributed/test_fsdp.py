@@ -1,5 +1,8 @@
 """FSDP2, replicas and stages: gathered weights, collectives, and what is refused."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,7 +49,13 @@ def gather_to_other_memory(rank: int) -> None:
     """A decoder is used again for the memory that it was made for, and for no other."""
     shard, freed = local(distribute(build(64, 32, "nvfp4"), "root")[0].weight), []
     fsdp._free = freed.append
+    shard._high_precision_init_val = None
+    shard._shared.stepped_by = weakref.WeakSet([stepped_by := mock.Mock()])
     (packed,), gathering = shard.fsdp_pre_all_gather(all_ranks())
+    assert stepped_by.has_left.called and shard.has_bytes_of(shard._shared.left)
+    moved = mock.Mock(**{"storage.amax.is_cuda": True})  # from the host, in another stream
+    with mock.patch("torch.cuda.current_stream"):
+        fsdp._known(shard, moved, ("amax",))["amax"].record_stream.assert_called_once()
     outputs = (packed.clone(),), (packed.clone(),)
     whole, _ = shard.fsdp_post_all_gather(outputs[0], gathering, torch.float32)
     other = torch.empty_like(whole)
@@ -88,14 +97,15 @@ def exchange_shards(rank: int) -> None:
 
 
 def disagree(rank: int) -> None:
-    model = distribute(build(64, 32, "nvfp4"), "root")
-    initialize(model)
-    check_shards(model)  # which quantizes what waits for other ranks
-    assert local(model[2].weight).pending_value() is None
-    if rank == 1:
-        local(model[2].weight)._amax.mul_(2)
-    with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):
-        check_shards(model)
+    for name in ("_amax", "_block_scale_inv"):
+        model = distribute(build(64, 32, "nvfp4"), "root")  # boundaries cut blocks of both weights
+        initialize(model)
+        check_shards(model)  # which quantizes what waits for other ranks
+        assert local(model[2].weight).pending_value() is None
+        if rank == 1:
+            getattr(local(model[2].weight), name).add_(8)
+        with pytest.raises(RuntimeError, match=r"parameter '2\.weight' must have the same scales"):
+            check_shards(model)
 
 
 def shard_otherwise(rank: int) -> None:
@@ -236,7 +246,7 @@ def misuse_wrappers(rank: int) -> None:
         (gather_to_other_memory, 1),
         (exchange_shards, 1),
         (exchange_shards, 2),
-        (disagree, 2),
+        (disagree, 3),
         (shard_otherwise, 4),
         pytest.param(restart_from_large_moments, 2, marks=pytest.mark.slow),
         (train_with_muon, 2),

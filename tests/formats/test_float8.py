@@ -27,14 +27,14 @@ class Recipe:
         amax = self.history.max() if self.algorithm == "max" else self.history[0].clone()
         self.history = self.history.roll(-1)
         self.history[0] = 0
-        new = (torch.tensor(448.0) / amax) / 2**self.margin
+        new = (torch.tensor(448.0) / amax) / 2.0**self.margin
         if amax > 0 and amax.isfinite():
             self.scale = new.clamp(max=FP32_MAX)
 
 
 @pytest.mark.parametrize(
     ("length", "algorithm", "margin"),
-    [(1, "max", 0), (3, "max", 0), (4, "most_recent", 0), (4, "max", 2), (2, "max", -1)],
+    [(1, "max", 0), (3, "max", -100), (4, "most_recent", 0), (4, "max", 2), (2, "max", 100)],
 )
 def test_delayed_scaling_is_that_of_the_recipe(length, algorithm, margin, path_device):
     quantizer = Float8Quantizer(

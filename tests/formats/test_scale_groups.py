@@ -179,6 +179,11 @@ def test_quantized_init_forms_groups():
     with quantized_init(NVFP4, scale_groups=hf_scale_groups):
         model = Attention()
     assert_fused(model, [param.get_high_precision_init_val() for param in model.parameters()])
+    quantize_model(
+        model := Attention(), NVFP4, scale_groups=[FUSED[:2], FUSED[2:] + ["o_proj.weight"]]
+    )
+    q, k, v, o = (param.amax_rowwise for param in model.parameters())
+    assert q == k != v == o
 
 
 def test_a_part_of_a_group_is_refused_before_anything_changes():

@@ -102,17 +102,6 @@ def test_integers_are_refused_and_quantized_input_is_dequantized():
     assert torch.equal(F.linear(x, dense), F.linear(x.dequantize(torch.float32), dense))
 
 
-def test_each_gradient_is_computed_alone():
-    for enabled in ("x", "weight", "bias"):
-        layer, x = layer_in(), randn(3, IN, requires_grad=enabled == "x")
-        layer.weight.requires_grad_(enabled == "weight")
-        layer.bias.requires_grad_(enabled == "bias")
-        layer(x).sum().backward()
-        grads = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
-        assert [name for name, grad in grads.items() if grad is not None] == [enabled]
-    assert layer_in().requires_grad_(False)(randn(3, IN, requires_grad=False)).grad_fn is None
-
-
 def test_double_backward_is_that_of_the_dense_layer():
     layer, x = layer_in(), randn(3, IN, dtype=torch.float64)
     (weight, bias), twin = dense_twin(layer, torch.float64), x.detach().clone().requires_grad_()
@@ -122,20 +111,6 @@ def test_double_backward_is_that_of_the_dense_layer():
     torch.testing.assert_close(x.grad, twin.grad)
     torch.testing.assert_close(layer.weight.grad, weight.grad.float())
     torch.testing.assert_close(layer.bias.grad, bias.grad.float())
-
-
-@every_format
-def test_autocast_runs_in_its_dtype(recipe, device):
-    layer, x = layer_in(recipe, device=device), randn(3, IN, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-        # As torch's own layers do it.
-        assert layer(x.double()).dtype == torch.float64
-    y.sum().backward()
-    assert y.dtype == torch.bfloat16
-    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
-    weight = layer.weight.dequantize(torch.bfloat16)
-    assert torch.equal(y, F.linear(x.bfloat16(), weight, layer.bias.bfloat16()))
 
 
 @every_format
@@ -185,20 +160,6 @@ def test_compiled_training_needs_one_graph_that_keeps_no_dequantized_weight(reci
     assert backend.frame_count == 1
     for param, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(param.detach() * 1, expected.detach() * 1)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_and_offloading(use_reentrant, device):
-    layer, x = layer_in(device=device), randn(3, IN, device=device)
-    twin, x_twin = copy.deepcopy(layer), x.detach().clone().requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y = checkpoint(layer, x, use_reentrant=use_reentrant)
-        with torch.autograd.graph.save_on_cpu():
-            expected = twin(x_twin)
-    y.sum().backward()
-    expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(x.grad, x_twin.grad)
-    assert torch.equal(layer.weight.grad, twin.weight.grad)
 
 
 def test_transforms_of_parameters_and_inputs():
@@ -252,20 +213,6 @@ def test_compiles_in_one_graph(use, device):
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(x.grad, twin.grad)
         layer.weight.quantize_(layer.weight.detach() * 2)
-
-
-def test_attention_and_transformer_layers(device):
-    module = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device)
-    quantize_model(module, "nvfp4")
-    assert sum(isinstance(param, QuantizedTensor) for param in module.parameters()) == 3
-    x = randn(2, 3, 32, device=device)
-    trained = module(x)
-    trained.sum().backward()
-    assert all(type(param.grad) is Tensor for param in module.parameters())
-    # In evaluation, torch takes another path for layers that it can fuse.
-    module.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(module(x), trained)
 
 
 def rounded(x: Tensor, recipe: str) -> Tensor:

@@ -243,20 +243,6 @@ def test_what_cannot_be_multiplied_is_refused(case):
         call(layer_in(BLOCKS))
 
 
-@pytest.mark.parametrize("shape", [(5, IN), (2, 64, IN)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_output_may_be_written_in_place(shape, bias):
-    layer = layer_in(Recipe("float8block", activations=True, gradients=True), bias)
-    x, twin = (randn(*shape).requires_grad_() for _ in range(2))
-    layer(x).relu_().sum().backward()
-    layer(twin).relu().sum().backward()
-    assert torch.equal(x.grad, twin.grad)
-    layer.zero_grad()
-    none = randn(2, 0, IN).requires_grad_()
-    layer(none).sum().backward()
-    assert none.grad.shape == none.shape and not layer.weight.grad.any()
-
-
 @every_format
 def test_training_accumulating_and_recomputing(weights, nearest):
     torch.manual_seed(0)
@@ -358,12 +344,3 @@ def test_compiled_code_knows_the_recipe():
     x = randn(3, IN)
     for layer in (plain, scaled):
         torch.testing.assert_close(compiled(x, layer.weight), layer(x), rtol=0, atol=1e-6)
-
-
-@every_format
-def test_autocast_converts_the_input_alone(weights):
-    layer, x = layer_in(Recipe(weights, activations=True, gradients=True)), randn(3, IN)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, again = layer(x), checkpoint(layer, x, use_reentrant=False)
-    assert y.dtype == torch.bfloat16 and torch.equal(y, again)
-    assert torch.equal(y, layer(x.bfloat16()))

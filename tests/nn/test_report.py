@@ -121,6 +121,10 @@ def test_bytes_of_the_optimizer_state():
         f"{nbytes:,} bytes of the optimizer's state from its first step on, "
         f"{nbytes / numel:.2f} bytes per parameter"
     )
+    layer = nn.Linear(4, 4)
+    layer(torch.ones(4)).sum().backward()
+    (other := torch.optim.Adam(layer.parameters())).step()
+    assert summary(layer, other).total("state_nbytes") == 2 * 4 * 20
     for call in (summary, QuantizationMonitor):
         with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer or None"):
             call(model, [optimizer])

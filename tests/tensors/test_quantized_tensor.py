@@ -25,6 +25,7 @@ from fp4adam import (
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
+from fp4adam.tensors.rows import is_of
 from helpers import assert_identical, stored, through_a_file, value_of
 from quantizer_table import SHAPE, TABLE, every, randn
 
@@ -363,6 +364,7 @@ def test_assigning_data(device):
         param.data = randn(seed=2)  # as merging DoRA adapters does
     assert param.data_ptr() == address
     assert_identical(stored(param), stored(NVFP4.quantize(randn(seed=2))))
+    param.data = NVFP4.quantize(randn(seed=2))  # the same bytes
     assert torch.equal(param.get_high_precision_init_val().cpu(), randn(seed=2))
     version = param._version
     # Another device than the parameter's: the bytes follow the parameter.
@@ -394,6 +396,7 @@ def test_other_operators_see_the_dequantized_values(quantizer):
         lambda w: w.t() @ torch.ones(64, 2),
         lambda w: torch.ones(2, 64) @ w,
         lambda w: w.view(-1),
+        lambda w: w.as_strided((64,), (1,)),
         lambda w: w.norm(),
         lambda w: F.embedding(indices, w),
         lambda w: torch.stack(list(w)),
@@ -449,6 +452,14 @@ def test_codes_under_stored_scales_are_the_codes(quantizer, shape):
     codes = encoding.recode(quantizer, x, tensor.inner)
     stored = tensor.rowwise_data if quantizer.rowwise else tensor.columnwise_data
     assert torch.equal(codes, stored)
+
+
+def test_values_are_known_by_their_codes_but_for_the_last_bit_of_a_scale():
+    between = [(2 * k + 1) * 2.0**e for e in range(-3, 4) for k in range(8, 16)]
+    x = torch.tensor([[448.0, *between]]) / 448
+    tensor = Float8BlockQuantizer(force_pow_2_scales=False).quantize(x)
+    assert (encoding.recode(tensor.quantizer, x, tensor.inner) != tensor.rowwise_data).any()
+    assert is_of(tensor, x) and not is_of(tensor, 0.86 * x)
 
 
 def test_names_of_float8_are_its_memory():

@@ -1,7 +1,10 @@
 """Rows and columns of a quantized tensor can be read, and queries change nothing."""
 
 import copy
+import dataclasses
 import pickle
+import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from fp4adam import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     FP4Adam,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -180,6 +184,24 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
     shard[3:5].copy_(torch.ones(2, 64))
     settle_shard(shard, ())
     assert shard.pending_value() is None and shard[3:5].dequantize().eq(1).all()
+
+
+@pytest.mark.parametrize("answers", [(True, True), (False, True), (True, False)])
+def test_a_shard_that_moves_takes_along_what_a_step_has_left(answers):
+    whole = Float8Quantizer(scaling="delayed").quantize(randn(SHAPE))
+    shard, moved = (whole.new_zeros((16, 64)) for _ in range(2))
+    shard.copy_(whole[:16])
+    targets = [Mock(**{"has_left.return_value": answer}) for answer in answers]
+    shard._shared.stepped_by = weakref.WeakSet(targets)
+    moved.copy_(shard)
+    for name, inner in shard.storage_tensors().items():
+        assert torch.equal(getattr(moved, name), inner) and inner.any()
+    left = moved._shared.left
+    assert left.has_bytes_of(shard) if all(answers) else left is None
+    value = moved.dequantize(torch.float32)
+    moved.copy_(value)  # the same bytes, which other ranks may have written anew
+    assert torch.equal(moved._high_precision_init_val, value)
+    assert not dataclasses.replace(shard.global_spec, chunk=32).shares_scales
 
 
 @every_window
