@@ -395,9 +395,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if sm == 90 and (variant.is_updated or (F.square and has_lanes)):
-            # Six programs fit on each multiprocessor of an H200; of square blocks twelve after an
-            # update.
+        if F.square and sm == 90 and (has_lanes or variant.is_updated):
+            # Six programs fit on each multiprocessor of an H200, or twelve after an update.
             registers = 168 if has_lanes else 80
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
