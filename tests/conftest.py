@@ -65,7 +65,7 @@ def memory_for_others() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few", action="store_true", help="two variants of each test at most")
-    parser.addoption("--more", action="store_true", help="others of each test, some 200 at most")
+    parser.addoption("--more", action="store_true", help="others of each test, some 100 at most")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 else quick[:1] + quick[1:][-1:]
             )
             more = [item for item in quick + others if item not in few]
-            items += few if config.option.few else more[:: 1 + len(more) // 200]
+            items += few if config.option.few else more[:: 1 + len(more) // 100]
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

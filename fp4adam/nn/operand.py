@@ -73,6 +73,12 @@ class OperandFormat:
         """Whether GPUs of this compute capability have these products."""
         return capability == self.capability if self.is_only else capability >= self.capability
 
+    @property
+    def capabilities(self) -> str:
+        """The text for errors: "9.0", or "10.0 or later"."""
+        first = ".".join(map(str, self.capability))
+        return first if self.is_only else f"{first} or later"
+
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, is_forward: bool) -> Tensor:
         """See :func:`matmul`, on the units of a GPU."""
         (of_a, *a_scales), (of_b, *b_scales) = map(self.for_torch, (a, b))
@@ -402,11 +408,10 @@ def runs_natively(quantizer: Quantizer, device: torch.device) -> bool:
     if needed.is_met_by(found):
         return True
     name = quantizer.tensor_class.__name__.removesuffix("Tensor")
-    first, actual = (".".join(map(str, each)) for each in (needed.capability, found))
     raise RuntimeError(
-        f"matmuls of {name} operands need CUDA compute capability {first}"
-        f"{'' if needed.is_only else ' or later'}, got {actual} ({device}); quantize the weights "
-        'alone with Recipe(weights), pass activations="fake", or set emulate=True'
+        f"matmuls of {name} operands need CUDA compute capability {needed.capabilities}, got "
+        f"{'.'.join(map(str, found))} ({device}); quantize the weights alone with "
+        'Recipe(weights), pass activations="fake", or set emulate=True'
     )
 
 
