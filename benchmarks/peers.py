@@ -294,12 +294,14 @@ def _contestants() -> list[Contestant]:
         make = quantized(FP4Adam, FORMATS[name], **HYPER, states="8bit")
         multiple = max(32, _multiple(FORMATS[name]))
         result.append(Contestant(f"FP4Adam, {name}, {SMALLEST}", "fp4adam", make, multiple))
-    for name in ("MXFP8", "Float8Block"):
-        make = quantized(FP4Adam, FORMATS[name], **HYPER, states="8bit", master_weights=False)
-        result.append(Contestant(f"FP4Adam, {name}, {SMALLEST}, no masters", "fp4adam", make, 32))
     rowwise = dataclasses.replace(FORMATS["NVFP4"], columnwise=False)
-    make = quantized(FP4Adam, rowwise, **HYPER, states="8bit")
-    result.append(Contestant(f"FP4Adam, NVFP4 rowwise, {SMALLEST}", "fp4adam", make, 32))
+    for states, label in (("8bit", SMALLEST), ("factored", "factored second moments")):
+        for name in ("MXFP8", "Float8Block"):
+            make = quantized(FP4Adam, FORMATS[name], **HYPER, states=states, master_weights=False)
+            label_of_all = f"FP4Adam, {name}, {label}, no masters"
+            result.append(Contestant(label_of_all, "fp4adam", make, 32))
+        make = quantized(FP4Adam, rowwise, **HYPER, states=states)
+        result.append(Contestant(f"FP4Adam, NVFP4 rowwise, {label}", "fp4adam", make, 32))
     for name, dtype in MOMENTS.items():
         moments = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         make = plain(FusedAdam, bf16, **moments)

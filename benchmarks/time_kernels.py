@@ -45,7 +45,6 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
 STATES: dict[str, dict[str, Any]] = {
     "32bit": {},
     "8bit": dict(states="8bit"),
-    "factored": dict(states="factored"),
     "16bit": dict(states="16bit"),
 }
 
