@@ -142,7 +142,10 @@ def _run_each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ..
 
 
 def by_world_size(
-    function: Callable[..., Any], quick: Iterable[tuple], exhaustive: Iterable[tuple] = ()
+    function: Callable[..., Any],
+    quick: Iterable[tuple],
+    exhaustive: Iterable[tuple] = (),
+    is_slow: bool = False,
 ) -> list[Any]:
     """Arguments for :func:`run_cases`, of cases that begin with the number of ranks."""
     params = []
@@ -152,9 +155,8 @@ def by_world_size(
             cases.setdefault(world_size, []).append(tuple(case))
         for n, each in sorted(cases.items()):
             name = f"{function.__name__}, {n} ranks{', more' * is_more}"
-            marks = (
-                pytest.mark.exhaustive if is_more else pytest.mark.slow if n not in (2, 3) else ()
-            )
+            later = pytest.mark.exhaustive if is_more else pytest.mark.slow
+            marks = later if is_more or is_slow or n not in (2, 3) else ()
             params.append(pytest.param(function, n, each, marks=marks, id=name))
     return params
 

@@ -179,7 +179,7 @@ MORE_RESUMED = [
     "function, world_size, cases",
     [
         *by_world_size(run_case, ROWS, MORE_ROWS),
-        *by_world_size(run_by_kernels, KERNELS, MORE_KERNELS),
+        *by_world_size(run_by_kernels, KERNELS, MORE_KERNELS, is_slow=True),
         *by_world_size(run_training, TRAINED, MORE_TRAINED),
         *by_world_size(run_transfers, RESUMED, MORE_RESUMED),
     ],

@@ -184,6 +184,7 @@ def test_transforms_of_parameters_and_inputs():
     assert torch.equal(jacobian, layer.weight.dequantize(torch.bfloat16))
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     "use", ["dynamic", "autocast", "checkpoint", "dequantize", "frozen", "inductor"]

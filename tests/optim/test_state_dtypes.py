@@ -83,27 +83,6 @@ def test_remainders_are_those_of_8bit_unless_they_are_refused():
     assert not FusedAdam([plain], states="8bit", **options).store_param_remainders
 
 
-@pytest.mark.usefixtures("through_the_kernels")
-def test_channels_last_parameters_have_blocks_in_the_order_of_memory(device):
-    value = random((4, 8, 3, 3), 0, device)
-    results = []
-    for fused in (None, False):
-        param = Parameter(value.to(memory_format=torch.channels_last))
-        optimizer = FP4Adam([param], lr=1e-2, fused=fused, **MOMENTS)
-        take_steps(optimizer, range(3))
-        assert optimizer.state[param]["exp_avg"].stride() == param.stride()
-        results.append(snapshot(optimizer)["state"])
-        resumed = FP4Adam([param], **MOMENTS)
-        resumed.load_state_dict(optimizer.state_dict())
-        assert_identical(resumed.state_dict()["state"], optimizer.state_dict()["state"])
-    other = FP4Adam([Parameter(value.clone())], **MOMENTS)  # in another order
-    other.load_state_dict(optimizer.compact_state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        own, kept = (one.state_dict()["state"][0][name] for one in (other, optimizer))
-        torch.testing.assert_close(own, kept, rtol=0.1, atol=kept.max().item() / 100)
-    assert_identical(*results)
-
-
 # What is refused
 
 

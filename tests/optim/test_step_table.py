@@ -931,7 +931,7 @@ def takes(path: str, case: Case, name: str = "") -> bool:
 
 
 def rows() -> list[Any]:
-    """All of the table; quick are half of it for operators, some of other paths; half is slow."""
+    """All of the table; quick are half of it for operators, some of other paths; most are slow."""
     found = []
     for i, name in enumerate(SCENARIOS):
         for j, case in enumerate(CASES):
@@ -941,7 +941,7 @@ def rows() -> list[Any]:
                 turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
                 quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 later = [pytest.mark.slow if quick else pytest.mark.exhaustive]
-                marks = [] if 2 * turn < QUICK[path] and quick else later
+                marks = [] if 3 * turn < QUICK[path] and quick else later
                 if path == "kernels" and turn > 2 or path == "offload" and turn > 5:
                     marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(

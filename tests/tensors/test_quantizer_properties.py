@@ -109,40 +109,6 @@ def test_quantize_and_dequantize_agree_with_the_reference(data, format, path_dev
         assert_identical(tensor.dequantize(dtype), value.to(dtype), any_nan=True)
 
 
-@every_format
-def test_columnwise_codes_alone_are_the_same_bytes_and_decoded(format, path_device):
-    quantizer, _ = FORMATS[format]
-    if not quantizer.columnwise or quantizer.layout.shares_codes:
-        pytest.skip("has rowwise codes for both directions")
-    x = randn(96, 160)
-    tensor = dataclasses.replace(quantizer, rowwise=False).quantize(x.to(path_device))
-    fields = reference.quantize(format, x.numpy(), largest=largest_finite(x.dtype))
-    fields = {name: field for name, field in fields.items() if "columnwise" in name}
-    assert_same_fields(tensor, fields)
-    if format == "mxfp8":
-        expected = reference.dequantize_mxfp8(fields, "columnwise")
-    else:
-        transposed = {k.replace("columnwise", "rowwise"): field for k, field in fields.items()}
-        expected = np.ascontiguousarray(reference.dequantize(format, transposed).T)
-    assert_identical(tensor.dequantize().cpu(), torch.from_numpy(expected))
-
-
-@every_format
-def test_make_empty_holds_zeros_in_the_layout_of_quantize(format, path_device):
-    quantizer, _ = FORMATS[format]
-    tensor = quantizer.make_empty((64, 160), torch.bfloat16, path_device)
-    x = randn(64, 160, dtype=torch.float16)
-    like = quantizer.quantize(torch.zeros(64, 160, dtype=torch.bfloat16, device=path_device))
-    assert (tensor.shape, tensor.dtype, tensor.device) == (like.shape, like.dtype, like.device)
-    assert tensor.quantizer == quantizer
-    for t, other in zip(*(x.storage_tensors().values() for x in (tensor, like)), strict=True):
-        assert (t.shape, t.dtype, t.stride()) == (other.shape, other.dtype, other.stride())
-    assert not tensor.dequantize(torch.float32).any()
-    assert tensor.quantize_(x.to(path_device)) is tensor
-    fields = reference.quantize(format, x.float().numpy(), largest=largest_finite(x.dtype))
-    assert_same_fields(tensor, fields)
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("mxfp4")])
 def test_amaxes_at_the_edges_of_roundings(format, path_device):
