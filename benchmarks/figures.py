@@ -64,6 +64,8 @@ def figures_of_steps() -> Figures:
         bold = "**" if title.startswith("**") else ""
         cells = (f"{ms:.2f}", f"{100 * share:.0f} %", f"{nbytes:.1f}")
         yield "README.md", " | ".join([title, *(f"{bold}{x}{bold}" for x in cells)])
+    factored = step.get("ms", "FP4Adam, NVFP4 rowwise, factored second moments")
+    yield "README.md", f"factored ones {factored:.1f}, and"
     names = ("NVFP4 rowwise, 8-bit states", "NVFP4 rowwise")
     times = (step.get("ms", f"FP4Adam, {name}") for name in names)
     yield (
@@ -80,14 +82,15 @@ def figures_of_steps() -> Figures:
     for page in ("README.md", "docs/several_gpus.md"):
         yield page, f"{min(shares):.0f} to {max(shares):.0f} % of BF16's"
     full, fp8 = Record("h100/full_finetune"), Record("h100/fp8_4k")
-    block = "FP4Adam, Float8Block, 8-bit moments, no masters"
+    block = "FP4Adam, Float8Block, factored second moments, no masters"
     three = (block, "flashoptim FlashAdamW, BF16", "torch AdamW fused, BF16 (no masters)")
-    peaks = "a peak of **{:.1f} GiB** (Float8Block) where flashoptim takes {:.1f} and "
+    peaks = "a peak of **{:.1f} GiB** (Float8Block, factored) where flashoptim takes {:.1f} and "
     peaks += "torch's AdamW {:.1f}"
     released = (full.get("peak_GiB", f"{name}, released") for name in three)
     yield "README.md", peaks.format(*released)
     kept = (full.get("peak_GiB", name) for name in three)
-    yield "README.md", "With gradients kept it is {:.1f}, {:.1f} and {:.1f}".format(*kept)
+    words = "With gradients kept it is {:.1f}, {:.1f} and {:.1f}, and {:.1f} with Gefen-X"
+    yield "README.md", words.format(*kept, full.get("peak_GiB", "Gefen-X, BF16"))
     ours, theirs = (full.get("tokens_per_second", f"{n}, released") for n in three[::2])
     yield "README.md", f"at {100 * ours / theirs:.0f} % of AdamW's tokens per second"
     names = ("FusedAdam, BF16", "FP4Adam, Float8, quantized", "FusedAdam, torchao float8 tensor")

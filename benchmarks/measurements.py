@@ -113,7 +113,7 @@ SECTIONS = (
     Section(
         "States in 8 bits",
         'The same GPT, `states="8bit"`. Instructions set the pace, not bytes.',
-        ("step_8bit",),
+        ("../h100/step",),
         (MS, SHARE, WEIGHT, STATE),
         only="8-bit states",
     ),

@@ -1,6 +1,6 @@
 """Time the optimizer's step by this package and by that of another checkout, and compare bytes.
 
-    python benchmarks/time_kernels.py --other ../before --out h200/kernels.json
+    python benchmarks/time_kernels.py --other ../before --out h100/kernels.json
 
 The other checkout is imported under another name, so that both run in one process, in turns. Exits
 with 1 if any byte of a weight or a state differs; before the noise of parameters became independent
