@@ -149,9 +149,11 @@ SECTIONS = (
     ),
     Section(
         "The largest model on one card",
-        "The same with more layers, in steps of four; 168 layers with NVFP4 and 80 with AdamW did "
-        "not fit.",
-        ("full_finetune_largest",),
+        "The same with more layers; on an H200 in steps of four, where 168 layers with NVFP4 and "
+        "80 with AdamW did not fit. On an H100 132 layers (29.8 B) of MXFP8, factored, could not "
+        "even be built: `quantized_init` keeps each value in BF16 until a step. A checkpoint "
+        "that `import_checkpoint` reads has none.",
+        ("full_finetune_largest", "../h100/full_finetune_14b"),
         FINETUNING,
     ),
     Section(
