@@ -105,7 +105,7 @@ def test_every_optimizer_is_measured_and_its_bytes_are_counted(tmp_path):
         assert row["state_bytes_per_param"] == states
     of_engine = [r for r in results.values() if r["kind"] == "Transformer Engine"]
     assert all("error" in row for row in of_engine)  # it is not installed
-    assert (len(results), len(of_engine)) == (47, 5)
+    assert (len(results), len(of_engine)) == (50, 5)
     for row in results.values():
         if row not in of_engine and row["name"] != BROKEN:
             assert all(row[key] > 0 for key in TIMES), row
