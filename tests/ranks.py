@@ -155,7 +155,7 @@ def by_world_size(
             cases.setdefault(world_size, []).append(tuple(case))
         for n, each in sorted(cases.items()):
             name = f"{function.__name__}, {n} ranks{', more' * is_more}"
-            later = pytest.mark.exhaustive if is_more else pytest.mark.slow
+            later = [pytest.mark.exhaustive, pytest.mark.nightly] if is_more else pytest.mark.slow
             marks = later if is_more or is_slow or n not in (2, 3) else ()
             params.append(pytest.param(function, n, each, marks=marks, id=name))
     return params

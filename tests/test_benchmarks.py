@@ -118,6 +118,7 @@ def test_every_optimizer_is_measured_and_its_bytes_are_counted(tmp_path):
     assert f"{BROKEN}: not measured (a broken build)" in others
 
 
+@pytest.mark.nightly
 def test_steps_of_several_processes(tmp_path):
     """Bytes between processes; bits do not depend on their number, nor on replicas."""
     path = tmp_path / "new" / "scaling.json"

@@ -242,6 +242,7 @@ def test_expert_parallelism_gives_the_same_bits():
     assert printed.splitlines() == [*lines, f"weights {expected['weights']}"]
 
 
+@pytest.mark.nightly
 def test_rollouts_by_an_engine_with_the_trained_bytes():
     small = "--device cpu --pretrain 2 --steps 2 --samples 4 --length 4".split()
     kls = {}
