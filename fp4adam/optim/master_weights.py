@@ -83,6 +83,28 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
     settle_written(sharded_weights(p.owner for p in peers))
     answers = [p.stands(state) for p, state in zip(peers, states, strict=True)]
     answers += [give_bytes and all(map(_has_bytes, peers, states)), are_left]
+    answers = _on_all_ranks(peers, answers)
+    *stand, have_bytes, are_left = answers
+    # If the model is loaded later, plain values of these masters get their bytes.
+    is_apart = are_left or give_bytes and not any(stand)
+    written = [p.param.twin() if is_apart else p.param for p in peers]
+    if is_apart or give_bytes and not have_bytes and all(stand):
+        masters = [p.master.read(state) for p, state in zip(peers, states, strict=True)]
+        quantize(peers, masters, written)
+    if is_apart:
+        same = [p.param.has_bytes_of(left) for p, left in zip(peers, written, strict=True)]
+        for i, is_same in enumerate(_on_all_ranks(peers, same)):
+            if not is_same:
+                peers[i].param._shared.left = written[i]
+                stand[i] = stand[i] and None
+    for p, stands in zip(peers, stand, strict=True):
+        if stands:
+            p.free_initial_value()
+    return stand
+
+
+def _on_all_ranks(peers: Sequence[Target], answers: list[bool]) -> list[bool]:
+    """Which answers are yes on every rank that has a shard; all of these have to call it."""
     groups = dict.fromkeys(
         g for p in peers if is_dtensor(p.owner) for g in sharding_groups(p.owner)
     )
@@ -90,21 +112,7 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
         yes = torch.tensor(answers, dtype=torch.float32, device=device_type)
         dist.all_reduce(yes, dist.ReduceOp.MIN, group)
         answers = yes.bool().tolist()
-    *stand, have_bytes, are_left = answers
-    written = [p.param for p in peers]
-    if are_left or give_bytes and not any(stand):
-        # If the model is loaded later, plain values of these masters get their bytes.
-        written = [p.param.twin() for p in peers]
-    if give_bytes and not have_bytes and all(stand) or written[0] is not peers[0].param:
-        masters = [p.master.read(state) for p, state in zip(peers, states, strict=True)]
-        quantize(peers, masters, written)
-    for i, (p, tensor) in enumerate(zip(peers, written, strict=True)):
-        if tensor is not p.param and not p.param.has_bytes_of(tensor):
-            p.param._shared.left = tensor
-            stand[i] = stand[i] and None
-        if stand[i]:
-            p.free_initial_value()
-    return stand
+    return answers
 
 
 def _gives_bytes(p: Target, state: State) -> bool:
