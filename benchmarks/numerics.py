@@ -106,6 +106,7 @@ CONTESTANTS = (
         for name in ("NVFP4", "MXFP8", "Float8Block")
         for what, states in (
             ("8bit states", "8bit"),
+            ("factored", "factored"),
             ("16bit states", "16bit"),
             ("fp8 states", "fp8"),
             ("FP16 masters and FP8 moments", "fp16-masters"),
@@ -118,9 +119,15 @@ CONTESTANTS = (
         for seed in range(1, 3)
     ),
     *(
-        Contestant(f"{name}, no masters, seed {seed}", name.lower(), seed=seed, states="no-masters")
+        Contestant(f"{name}, {what}no masters, seed {seed}", name.lower(), seed=seed, states=states)
         for name in ("MXFP8", "Float8Block")
+        for what, states in (("", "no-masters"), ("factored, ", "factored-no-masters"))
         for seed in range(3)
+    ),
+    # At the part of AdamW's learning rate that its authors advise.
+    *(
+        Contestant(f"Gefen-X, seed {seed}", "bf16", "gefen", seed=seed, lr_factor=0.6)
+        for seed in range(2)
     ),
     *(
         Contestant(
@@ -142,7 +149,13 @@ def rounded_stochastically(
     return _AdamW(groups, **options, bf16_stochastic_round=True)
 
 
-OPTIMIZERS["torchao"] = rounded_stochastically
+def gefen_x(groups: list[dict[str, Any]], fused: bool, **options: Any) -> torch.optim.Optimizer:
+    from gefen import Gefen
+
+    return Gefen(groups, **options)
+
+
+OPTIMIZERS |= {"torchao": rounded_stochastically, "gefen": gefen_x}
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ STATES |= {
     "factored": {"states": "factored"},
     "fp16-masters": {"states": "8bit", "master_weight_dtype": torch.float16},
     "no-masters": {"states": "8bit", "master_weights": False},
+    "factored-no-masters": {"states": "factored", "master_weights": False},
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=4, heads=4, dim=128, context=128, batch=16, steps=240, lr=2e-3),
