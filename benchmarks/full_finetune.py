@@ -174,12 +174,13 @@ CONTESTANTS = (
 
 
 def build(contestant: Contestant, args: argparse.Namespace) -> nn.Module:
-    """The model, quantized layer by layer as it is made."""
+    """The model, quantized layer by layer as it is made, without values before that."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     layers, width, mlp, heads, kv_heads, vocabulary = args.sizes
     config = LlamaConfig(
-        num_hidden_layers=layers,
+        num_hidden_layers=0,
         hidden_size=width,
         intermediate_size=mlp,
         num_attention_heads=heads,
@@ -193,16 +194,16 @@ def build(contestant: Contestant, args: argparse.Namespace) -> nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(args.device):
-            if contestant.format is None:
-                model = LlamaForCausalLM(config)
-            else:
-                with quantized_init(contestant.format):
-                    model = LlamaForCausalLM(config)
+            model, config.num_hidden_layers = LlamaForCausalLM(config), layers
+            for i in range(layers):
+                with quantized_init(contestant.format, enabled=contestant.format is not None):
+                    layer = LlamaDecoderLayer(config, i)
+                for param in layer.parameters():
+                    if hasattr(param, "clear_high_precision_init_val"):
+                        param.clear_high_precision_init_val()
+                model.model.layers.append(layer)
     finally:
         torch.set_default_dtype(default)
-    for param in model.parameters():
-        if hasattr(param, "clear_high_precision_init_val"):
-            param.clear_high_precision_init_val()
     if args.recompute == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.compile:
