@@ -160,7 +160,7 @@ class Encoding:
         inner |= self._tensor_scales(stored, amax)
         whole = {}
         for name, (size, kind) in quantizer.layout.shapes(*flat_shape(tuple(shape))).items():
-            given = inner.get(name, codes.new_empty((0,) * len(size), dtype=kind))
+            given = inner[name] if name in inner else codes.new_zeros(size, dtype=kind)
             pads = [(0, n - known) for n, known in zip(size, given.shape, strict=True)]
             whole[name] = given if given.shape == size else F.pad(given, sum(pads[::-1], ()))
         out = quantizer.tensor_class(tuple(shape), dtype, quantizer, Storage.of(whole))

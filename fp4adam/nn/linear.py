@@ -39,7 +39,7 @@ class _QuantizedLinear(torch.autograd.Function):
             tokens = x.reshape(-1, x.shape[-1])
             rows, columns = quantize(tokens, quantizer, True, ctx.weight_of_codes)
             of_weight = weight_operand(weight, "rowwise")
-            y = matmul(rows, of_weight, quantizer, x.dtype, is_forward=True)
+            y = matmul(rows, of_weight, quantizer, x.dtype)
             y = without_padding(y, quantizer, (*x.shape[:-1], weight.shape[0]))
             y = y if bias is None else y + bias
         else:

@@ -164,5 +164,4 @@ def _mm(func: Callable, x: Tensor, weight: Tensor) -> Tensor:
 def _product_of_codes(x: Tensor, weight: QuantizedTensor, usage: str) -> Tensor:
     """The product of quantized rows and a direction of a weight, both as operands of its recipe."""
     rows, _ = quantize(x, weight.quantizer, True, is_gradient=usage == "columnwise")
-    operand, is_forward = weight_operand(weight, usage), usage == "rowwise"
-    return matmul(rows, operand, weight.quantizer, x.dtype, is_forward)[: len(x)]
+    return matmul(rows, weight_operand(weight, usage), weight.quantizer, x.dtype)[: len(x)]

@@ -91,8 +91,9 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
     engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
         known = target.is_unwritten()
-        _write_state(target, engine.states[param], state_name, value)
-        engine.states[param] = engine.placed(param, engine.states[param])
+        state = {**engine.states[param]}
+        _write_state(target, state, state_name, value)
+        engine.states[param] = engine.placed(param, state)
         if target.master.name == MASTER and (known or state_name == MASTER):
             target.record()
 

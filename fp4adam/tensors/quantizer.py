@@ -135,7 +135,7 @@ class Quantizer(QuantizerNames, Generic[T]):
             TypeError: If ``x`` is not a dense tensor of float32, bfloat16 or float16.
         """
         check_tensor(x)
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.requires_grad:
             return _Quantize.apply(x, self)
         return self._quantize(x)
 

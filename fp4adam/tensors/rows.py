@@ -213,7 +213,8 @@ def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking
         shared.init_val = rows_of(source, other.init_val).reshape(tensor.shape).clone()
     shared.stepped_by = shared.stepped_by or other.stepped_by
     if left is not None:
-        copy_bytes(left, other.left._alias(tuple(source.shape), *source._window()[1:]), False)
+        sent = other.left._alias(tuple(source.shape), source._start, source._start_col)
+        copy_bytes(left, sent, False)
         shared.left = every_row(left)
     _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
 

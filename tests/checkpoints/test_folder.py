@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,17 +37,16 @@ def test_files(tmp_path):
     halves = torch.arange(8.0).chunk(2)  # of one storage
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ä": halves[0]}
     entries = [tensors, {"b": halves[1]}]
-    checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, 10**9, {"a": "ü"})
+    size = sum(x.nbytes for entry in entries for x in entry.values())
+    checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, size, {"a": "ü"})
     stored = load_file(tmp_path / "one/model.safetensors")
     assert_identical(stored, {**tensors, "b": halves[1]})
     with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "a": "ü"}
     assert json.loads((tmp_path / "one/config.json").read_text()) == {"x": 1}
-    checkpoint_folder.write(tmp_path / "two", entries, {"config.json": {}}, 1, {})
+    checkpoint_folder.write(tmp_path / "two", entries, {"config.json": {}}, size - 1, {})
     index = json.loads((tmp_path / "two/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(
-        x.nbytes for entry in entries for x in entry.values()
-    )
+    assert index["metadata"]["total_size"] == size
     assert index["weight_map"]["b"] == "model-00002-of-00002.safetensors"
     for name, file in index["weight_map"].items():
         assert_identical({name: load_file(tmp_path / "two" / file)[name]}, {name: stored[name]})
@@ -65,10 +65,11 @@ def test_what_files_cannot_hold(entries, error, match, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_lies_there_stays(tmp_path):
+def test_what_lies_there_stays(tmp_path, monkeypatch):
     model = build("nvfp4")
     (tmp_path / "tokenizer.json").write_text("mine")
     export_checkpoint(model, tmp_path)
+    monkeypatch.setattr(checkpoint_folder, "_shards", None)  # it is refused before tensors are read
     before = content_of(tmp_path)
     assert sorted(before) == ["config.json", "model.safetensors", "tokenizer.json"]
     with pytest.raises(FileExistsError, match="must not hold a checkpoint yet, got .*safetensors'"):
@@ -85,7 +86,7 @@ def test_what_lies_there_stays(tmp_path):
     assert content_of(tmp_path) == {"tokenizer.json": b"mine"}
 
 
-def test_links_mount_points_and_parents(tmp_path, monkeypatch):
+def test_links_mount_points_and_parents(tmp_path):
     model = build("nvfp4")
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
@@ -93,15 +94,9 @@ def test_links_mount_points_and_parents(tmp_path, monkeypatch):
     for name in ("link", "later", "some/more/folders", "x" * 240):
         export_checkpoint(model, tmp_path / name)
     (tmp_path / "mount").mkdir()
-    made = []
-
-    def mkdir(path: Path, *args: Any, **options: Any) -> None:
-        made.append(path)
-        make(path, *args, **options)
-
-    make = Path.mkdir
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    export_checkpoint(model, tmp_path / "mount")
+    with mock.patch.object(Path, "mkdir", autospec=True, side_effect=Path.mkdir) as mkdir:
+        export_checkpoint(model, tmp_path / "mount")
+    made = [call.args[0] for call in mkdir.call_args_list]
     # Another file system than its parent, which may be read-only.
     assert made and all(path.is_relative_to(tmp_path / "mount") for path in made)
     for name in ("mount", "disk/new", "some/more/folders", "x" * 240):

@@ -894,7 +894,7 @@ def between_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], o
 
 
 def before_steps(run: Run, oracle: Oracle, move: Callable[[Run, Oracle, int], object]) -> None:
-    move(run, oracle, 0)
+    move(run, oracle, run.turn)
     both(run, oracle, 1)
 
 
