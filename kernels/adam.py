@@ -373,7 +373,7 @@ def step_tile(
     has them. start, stride and BC must be multiples of 32 if a codec has scales.
     Returns the new value, float32: decoded if its codec has scales, else unrounded; the new scales;
     and |exp_avg| / sqrt(exp_avg_sq) in the unit of :func:`update_quotient`. With factors it has no
-    unit, and the second moment is that which was loaded.
+    unit, and is |exp_avg| over the root of the loaded mean by column.
     """
     ptr = pointers
     VALUE: tl.constexpr = VARIANT.value_codec
@@ -397,17 +397,16 @@ def step_tile(
         )
     else:
         v = factors[0] * factors[1]
-    loaded = v
     largest = tl.load(ptr.max_exp_avg_sq + ahead + offs, mask) if VARIANT.amsgrad else v
 
     decayed, m, v, largest = adam_tile(grad, value, m, v, largest, constants, VARIANT)
 
     # If no codec uses a dither, the compiler removes it.
-    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG, BR, BC)
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG, BR, BC, LANES)
     _, scale = store_state(
         ptr.exp_avg, None, start, stride, mask, m, dither, FIRST, BR, BC, STORE, LANES
     )
-    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG_SQ, BR, BC)
+    dither = dither_of(start, stride, constants.dither, OF_EXP_AVG_SQ, BR, BC, LANES)
     scale_sq = old.exp_avg_sq
     if factors is None:
         _, scale_sq = store_state(
@@ -421,12 +420,12 @@ def step_tile(
         _, ratio = update_quotient(m, 1.0, v, 1.0, 0.0)
     if factors is not None:
         # Means forget the element's own square, so the next step may start from no more than this.
-        ratio = m * tl.rsqrt(loaded)
+        ratio = tl.abs(m) * factors[3][None, :]
     # A zero step leaves the value alone: no decay, and the sign of a zero stays.
     value = tl.where(constants.step_size != 0, decayed - quotient, value)
     value_scale = old.value
     if master is None:
-        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC, LANES)
         value, value_scale = store_state(
             ptr.value, ptr.value_extra, start, stride, mask, value, dither, VALUE, BR, BC, STORE
         )
@@ -438,7 +437,7 @@ def step_tile(
         store_scale(ptr.exp_avg_sq_scale, start, stride, mask, scale_sq, SECOND, BR, BC)
     if VALUE == "codes":
         # Without masters, values get the four significant bits of E4M3 by dither.
-        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC)
+        dither = dither_of(start, stride, constants.dither, OF_MASTERS, BR, BC, LANES)
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + (dither >> 12).to(tl.int32)) & -(1 << 20)
         bits = tl.where(tl.abs(value) < float("inf"), rounded, bits)

@@ -232,10 +232,9 @@ def _span_kernel(
         else:
             largest = tl.maximum(largest, tl.abs(x))
     if MEASURES and ROWWISE:
-        tl.store(grid, amax_of_blocks(in_blocks(largest, F.block, FORM), F, FORM), inside)
+        tl.store(grid, amax_of_blocks(largest, F, FORM), inside)
     if MEASURES and COLUMNWISE:
-        blocks = in_blocks(largest, F.block, "column")
-        tl.store(grid_t, amax_of_blocks(blocks, F, "column"), inside_t)
+        tl.store(grid_t, amax_of_blocks(largest, F, "column"), inside_t)
     if MEASURES and F.tensor_amax != "":
         raise_amax(tensor_amax, amax_of(amax_of(largest, 1, False), 0, False))
 

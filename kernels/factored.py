@@ -27,13 +27,14 @@ SUMS = tl.constexpr(2**LEVELS.value)
 
 @triton.jit
 def load_factors(pointers, row, col, mask, rows, cols, BR: tl.constexpr, BC: tl.constexpr):
-    """Means of a tile's squares by row, [BR, 1], over that of all, and by column, [1, BC]."""
+    """Means of a tile's squares by row, [BR, 1], over that of all, and by column, [1, BC]; then one
+    over the roots of both means, [BR] and [BC], nearly."""
     i, j = row + tl.arange(0, BR), col + tl.arange(0, BC)
     if mask is not None:
         i, j = tl.minimum(i, rows - 1), tl.minimum(j, cols - 1)
-    inverse = tl.load(pointers.exp_avg_sq_scale + cols)
-    by_row = tl.load(pointers.exp_avg_sq + i) * inverse
-    return by_row[:, None], tl.load(pointers.exp_avg_sq_scale + j)[None, :]
+    by_row, by_column = tl.load(pointers.exp_avg_sq + i), tl.load(pointers.exp_avg_sq_scale + j)
+    part = by_row * tl.load(pointers.exp_avg_sq_scale + cols)
+    return part[:, None], by_column[None, :], tl.rsqrt(by_row), tl.rsqrt(by_column)
 
 
 @triton.jit

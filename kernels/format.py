@@ -119,11 +119,12 @@ def per_element(factor, FORM: tl.constexpr):
 
 
 @triton.jit
-def amax_of_blocks(blocks, F: tl.constexpr, FORM: tl.constexpr):
-    """The largest magnitudes of float32 blocks by :func:`in_blocks`.
+def amax_of_blocks(x, F: tl.constexpr, FORM: tl.constexpr):
+    """The largest magnitudes of a float32 tile's blocks by :func:`in_blocks`.
 
     NaN does not count if codes have it. Else it is that of the block, whose scale shows it.
     """
+    blocks = in_blocks(x, F.block, FORM)
     KEEPS: tl.constexpr = F.code != "e4m3"
     if FORM == "square":
         if blocks.shape[0] == 1 and blocks.shape[2] == 1:
@@ -266,7 +267,7 @@ def encode_blocks(
     """
     blocks = in_blocks(x, F.block, FORM)
     if amax is None and FORM != "tensor":
-        amax = amax_of_blocks(blocks, F, FORM)
+        amax = amax_of_blocks(x, F, FORM)
     scale, factor = scale_of_amax(amax, tensor_amax, epsilon, F)
     scaled = tl.reshape(blocks * per_element(factor, FORM), (x.shape[0], x.shape[1]))
     CODE: tl.constexpr = F.code  # Triton 3.6 takes no plain strings as arguments
@@ -354,9 +355,9 @@ def split_off(master, value, scale, tensor_amax, epsilon, dither, F: tl.constexp
     # From 1/2 to 1, 512 times as much has 15 bits below the point, which the dither rounds up or
     # down. The lowest byte of its integer part is the remainder plus 128; of 0 and 1 it is 0.
     if capability() > 0:
-        # Inf gives 1, -Inf and NaN give 0.
+        # Inf gives 1, -Inf and NaN give 0. The product is exact, so its sum rounds once either way.
         steps = tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, 0f3B000000; add.rn.sat.f32 $0, $0, 0f3F400000;", "=f,f", [steps],
+            "fma.rn.sat.f32 $0, $1, 0f3B000000, 0f3F400000;", "=f,f", [steps],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

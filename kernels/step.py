@@ -19,6 +19,7 @@ from fp4adam.kernels.adam import (
     Variant,
     load_scalars,
     load_scale_words,
+    load_scales,
     scales_of,
     state_pointers,
     step_tile,
@@ -27,7 +28,7 @@ from fp4adam.kernels.adam import (
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
 from fp4adam.kernels.factored import load_factors, renewal
-from fp4adam.kernels.format import Format, Part, encode, format_of, split_off
+from fp4adam.kernels.format import Format, Part, amax_of_blocks, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
     Form,
@@ -55,7 +56,6 @@ from fp4adam.kernels.tiles.state import (
     byte_of,
     dither_of,
     has_scales,
-    load_scale,
     load_state,
     max_registers,
     starts_from_codes,
@@ -102,11 +102,10 @@ def _encode_part(
     part, coded = encode(x, row_amax, column_amax, amax, epsilon, F, not MASKED)
     mask = edge_mask(row, col, rows, cols, MASKED, BR, BC)
     if SPLITS:
-        LANES: tl.constexpr = VARIANT.lanes
         start = tile_start(row, col, cols)
-        dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC)
+        dither = dither_of(start, cols, constants.dither, OF_MASTERS, BR, BC, VARIANT.lanes)
         remainder = split_off(value, coded, part.row_scale, amax, epsilon, dither, F)
-        tl.store(remainders + start + tile_offsets(cols, BR, BC, LANES), remainder, mask)
+        tl.store(remainders + start + tile_offsets(cols, BR, BC, VARIANT.lanes), remainder, mask)
     codes, row_scale, columns, column_scale = kept
     TWICE: tl.constexpr = F.columnwise and not F.square
     if F.scale == "float32":
@@ -154,6 +153,7 @@ def step_kernel(
     HOLDS: tl.constexpr = F.scale == "float32" and BR < F.block
     FROM_CODES: tl.constexpr = starts_from_codes(VARIANT.value_codec)
     SPLITS: tl.constexpr = VARIANT.value_codec == "int8"
+    BOUNDS: tl.constexpr = PREVIEWS and SPLITS and F.scale != ""  # where blocks' amaxes will do
     FACTORED: tl.constexpr = VARIANT.exp_avg_sq_codec == "factored"
     LANES: tl.constexpr = VARIANT.lanes
     DOWN: tl.constexpr = TC == BC
@@ -198,7 +198,7 @@ def step_kernel(
         held = tl.zeros((PARTS, BR, BC), tl.int32)
     # Reduced over each thread's neighbours, maxima take a fraction of the registers.
     ratio = tl.zeros((BR, BC // LANES), tl.float32)
-    largest = ratio
+    largest = tl.zeros((ROWS, BC // F.block), tl.float32) if BOUNDS else ratio
     VALUE: tl.constexpr = VARIANT.value_codec
     # Rows and columns from one part to the next.
     DR: tl.constexpr = BR if DOWN else 0
@@ -235,16 +235,14 @@ def step_kernel(
                 storage, remainders, ahead, row, col, rows, cols, mask, old_amax, epsilon, F, BR,
                 BC, LANES, scale,
             )  # fmt: skip
+        scales = scales_of(old_scales, i) if IN_WORDS else None
         if VARIANT.is_updated:
-            if IN_WORDS:
-                scale = byte_of(old_scales.value, i)
-            else:
-                scale = load_scale(states.value_extra, ahead, cols, mask, VALUE, BR, BC)
+            if not IN_WORDS:
+                scales = load_scales(states, ahead, cols, mask, VARIANT, BR, BC)
             value = load_state(
-                states.value, states.value_extra, ahead, cols, mask, scale, VALUE, BR, BC
+                states.value, states.value_extra, ahead, cols, mask, scales.value, VALUE, BR, BC
             )
         else:
-            scales = scales_of(old_scales, i) if IN_WORDS else None
             factors = None
             if FACTORED:
                 at, beside = first_row + i * DR, first_col + i * DC
@@ -257,21 +255,29 @@ def step_kernel(
                 new_scales = with_scales(new_scales, scales, number)
             if PREVIEWS and SPLITS:
                 new_ratio = tl.max(tl.reshape(new_ratio, (BR, BC // LANES, LANES)), 2)
+                if FACTORED:
+                    new_ratio *= factors[2][:, None]
                 ratio = tl.maximum(ratio, new_ratio)
         if MASKED:
             value = tl.where(mask, value, 0.0)
         if HOLDS:
             held = insert_tile(held, value.to(tl.int32, bitcast=True), i)
         else:
+            known = None
+            FORM: tl.constexpr = F.form
             if REPORTS:
                 x = to_float32(round_to(value, VARIANT.write_dtype))
+            if BOUNDS:
+                known = amax_of_blocks(x, F, FORM)
+                largest = tl.maximum(largest, tl.where(known == known, known, float("inf")))
+            elif REPORTS:
                 if capability() == 0:
                     x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
                 # NaN is no larger than any number for ``tl.maximum``.
                 x = tl.max(tl.reshape(tl.abs(x), (BR, BC // LANES, LANES)), 2)
                 largest = tl.maximum(largest, x)
             kept = _encode_part(
-                kept, value, i, row, col, None, None, given, VARIANT, F, MASKED, BR, BC
+                kept, value, i, row, col, known, None, given, VARIANT, F, MASKED, BR, BC
             )
         number += 1
     if IN_WORDS and not VARIANT.is_updated:
@@ -315,9 +321,8 @@ def step_kernel(
     if PREVIEWS:
         most = tl.max(tl.max(ratio, 1), 0) if SPLITS else None
         if FACTORED:
-            # The next second moments are at least beta2**2 times these, if both have one mean.
-            inverse = tl.load(states.exp_avg_sq_scale + cols)
-            most = tl.div_rn(most * tl.sqrt_rn(inverse), constants.beta2 * RATIO_UNIT)
+            # The next means are at least beta2 times these.
+            most = tl.div_rn(most, constants.beta2 * RATIO_UNIT)
         slot = slots + tensor
         report_amax(
             tile_amax, amax, most, slot, tile_amaxes, exceeding, tile_ratios, VARIANT.write_dtype
@@ -378,26 +383,25 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     scaled = has_scales(*codecs) or variant.is_updated
     encodes = are_narrow(*codecs) and not has_scales(*codecs)
     has_lanes = variant.lanes > 4
-    # Where states are codes, ptxas spills for other targets what sm_90 has registers for.
-    is_roomy = sm == 90 or not has_lanes
-    completes = starts_from_codes(codecs[0])
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
     if F.scale == "e4m3":
+        if F.square and has_lanes:
+            # Blocks of a single warp need no barriers, and its registers leave room for many of
+            # them: while one waits for memory others compute, so nothing is prefetched.
+            return Form(64, 32, 16, 32, 1, 1, 144 if sm == 90 else 168), small
         warps, stages = 4, 3
         if F.square:
             # With two warps, more elements per thread repeat less of what a block has in common.
-            warps = 2 if is_roomy and (has_lanes or variant.is_updated) else 4
-            stages = 3 if has_lanes else 4
+            warps, stages = 2 if variant.is_updated else 4, 4
         elif has_lanes:
-            warps = 2 if is_roomy else 4
+            warps = 2 if sm == 90 else 4
         elif encodes:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if F.square and sm == 90 and (has_lanes or variant.is_updated):
-            # Six programs fit on each multiprocessor of an H200, or twelve after an update.
-            registers = 168 if has_lanes else 80
+        if F.square and sm == 90 and variant.is_updated:
+            registers = 80  # twelve programs fit on each multiprocessor of an H200
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168
@@ -408,7 +412,7 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         edge = Form(32, 32, 32, 32, 4, 1, 128)
         if F.code == "e2m1":
             return Form(32, 64, 32, 64, 4, 1, None), edge._replace(registers=None)
-        part = 32 if encodes or (completes and not has_lanes) else 64
+        part = 32 if encodes or (starts_from_codes(codecs[0]) and not has_lanes) else 64
         # ptxas aims for 168 with states in BF16, and for sm_120 spills unless a limit is given.
         return Form(32, 256, 32, part, 4, 3, 168 if encodes else None), edge
     if F.scale == "float32":
@@ -421,8 +425,8 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
             whole = Form(128, 128, 128, 128, 16, 1, 64)
             return whole, masked if has_scales(codecs[0]) else whole._replace(registers=128)
         if are_narrow(*codecs):
-            # Without masters the dither of codes takes registers too.
-            part = 32 if is_roomy and codecs[0] != "codes" else 16
+            # For other targets ptxas spills; without masters the dither of codes takes registers.
+            part = 32 if codecs[0] != "codes" and (sm == 90 or not has_lanes) else 16
             return Form(128, 128, part, 128, 8, 1, 255), masked
         return Form(128, 128, 32, 128, 16, 1, 128), masked
     return Form(64, 64, 16, 64, 2 if has_lanes else 4, 3, most), small

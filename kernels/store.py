@@ -58,7 +58,7 @@ def load_masters(
     remainder, product = None, None
     if F.bits == 4:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint16))
-        ptr += tile_start(row, col // 4, cols // 4)
+        ptr += start >> 2
         offs = tile_offsets(cols // 4, BR, BC // 4, LANES // 4)
         words = tl.load(ptr + offs)
         if remainders is not None and capability() > 0:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Opcodes that round otherwise than correctly rounded operations in turn; a bound's roots may, and
-# products that cut codes in FP16, where what is subnormal is 0.
-INEXACT = r"^fma|^div\.full|^(?!rsqrt\.approx|mul\.rn\.ftz\.f16x2).*(approx|\.ftz)"
+# products that cut codes in FP16, where what is subnormal is 0. Saturated sums have exact products.
+INEXACT = r"^fma(?!\.rn\.sat)|^div\.full|^(?!rsqrt\.approx|mul\.rn\.ftz\.f16x2).*(approx|\.ftz)"
 
 Facts = dict[str, Any]
 

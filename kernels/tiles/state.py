@@ -97,17 +97,28 @@ def max_registers(*codecs: str) -> int | None:
 
 
 @triton.jit
-def dither_of(start, stride, origin, STATE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def dither_of(
+    start, stride, origin, STATE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    LANES: tl.constexpr = 4,
+):  # fmt: skip
     """The dither, uint32 [BR, BC], of a tile from element ``start`` on, with rows ``stride`` apart.
 
     start: int64. origin: the dither origin of the tensor's first element; only 32 bits count.
-    STATE: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ.
+    STATE: OF_MASTERS, OF_EXP_AVG or OF_EXP_AVG_SQ. LANES: neighbours per thread.
     """
     # Sums wrap modulo 2**32, as in ``dither_bits``. A product per row, then a sum per element.
     row = (tl.arange(0, BR) * stride).to(tl.uint32) + (start.to(tl.uint32) + origin.to(tl.uint32))
-    across = tl.arange(0, BC).to(tl.uint32) * OF_ELEMENTS
+    across = tl.arange(0, BC // LANES).to(tl.uint32) * (OF_ELEMENTS * LANES % 2**32)
     x = (row * OF_ELEMENTS + STATE)[:, None] + across[None, :]
-    return x * x
+    # Neighbours' squares by one sum each: what (x + h)**2 exceeds x**2 by grows linearly.
+    squares = (x * x)[:, :, None]
+    for i in tl.static_range(4):
+        if LANES >> i > 1:
+            beyond = x + ((OF_ELEMENTS * LANES >> i + 1) % 2**32)
+            growth = tl.arange(0, 1 << i).to(tl.uint32) * ((OF_ELEMENTS * LANES >> i) ** 2 % 2**32)
+            more = (beyond * beyond - x * x)[:, :, None] + growth[None, None, :]
+            squares = tl.reshape(tl.join(squares, squares + more), (BR, BC // LANES, 2 << i))
+    return tl.reshape(squares, (BR, BC))
 
 
 @triton.jit
