@@ -386,22 +386,21 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
     most = max_registers(*codecs)
     small = Form(16, 32, 16, 32, 2, 1, most) if scaled else Form(16, 16, 16, 16, 1, 1, most)
     if F.scale == "e4m3":
-        if F.square and has_lanes:
-            # Blocks of a single warp need no barriers, and its registers leave room for many of
-            # them: while one waits for memory others compute, so nothing is prefetched.
-            return Form(64, 32, 16, 32, 1, 1, 144 if sm == 90 else 168), small
+        is_roomy = sm == 90 or not has_lanes
         warps, stages = 4, 3
         if F.square:
             # With two warps, more elements per thread repeat less of what a block has in common.
-            warps, stages = 2 if variant.is_updated else 4, 4
+            warps = 2 if is_roomy and (has_lanes or variant.is_updated) else 4
+            stages = 3 if has_lanes else 4
         elif has_lanes:
             warps = 2 if sm == 90 else 4
         elif encodes:
             # Two stages take 128 registers instead of 168, for which ptxas spills on sm_100.
             stages = 2
         registers = 255 if codecs[0] == "int8" else None
-        if F.square and sm == 90 and variant.is_updated:
-            registers = 80  # twelve programs fit on each multiprocessor of an H200
+        if F.square and sm == 90 and (has_lanes or variant.is_updated):
+            # Six programs fit on each multiprocessor of an H200, or twelve after an update.
+            registers = 168 if has_lanes else 80
         if encodes and registers is None:
             # With up to 128 registers, four programs fit on each multiprocessor of an H200.
             registers = 128 if F.square and sm == 90 else 168
