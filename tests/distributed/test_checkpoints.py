@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from helpers import assert_identical
 from late_link import LateLink, offload_to
-from ranks import run
+from ranks import NIGHTLY, run
 from twins import (
     FORMATS,
     FROM_RANK_0,
@@ -86,7 +86,7 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         ([*SMALL, ("float8block", 64, 32)], [(*each, "int8") for each in INT8_HOPS]),
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
         (SMALL, [(2, "sharded", "8bit")] * 2),
-        pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=pytest.mark.exhaustive),
+        pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
     ],
     ids=["quick", "cut", "int8", "offloaded", "8bit", "all"],
 )
