@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             is_table = quick and quick[0].get_closest_marker("table")
             few = quick[:: 3 if fewer else 1] if is_table else quick[:1] + quick[1:][-1:]
             more = [item for item in quick + others if item not in few]
-            items += more[:: -(-len(more) // 60) or 1] if config.option.more else few
+            each = -(-len(more) // (200 if is_table else 60)) or 1
+            items += more[::each] if config.option.more else few
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

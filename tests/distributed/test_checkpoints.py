@@ -85,7 +85,7 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         ([("mxfp8", 128, 64)], [(3, "sharded", ""), (2, "sharded", "")]),
         ([*SMALL, ("float8block", 64, 32)], [(*each, "int8") for each in INT8_HOPS]),
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
-        (SMALL, [(2, "sharded", "8bit")] * 2),
+        ([*SMALL, ("mxfp4", 64, 32)], [(2, "sharded", "8bit")] * 2),
         pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
     ],
     ids=["quick", "cut", "int8", "offloaded", "8bit", "all"],

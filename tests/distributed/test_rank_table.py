@@ -85,7 +85,7 @@ ROWS = [
     (3, "root", "nvfp4", 64, 32, "offloaded"),
     (2, "root", "nvfp4-gemm", 64, 32),
     (4, "hybrid", "nvfp4", 64, 32),
-    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS[:3]),
+    *((2, "parallel", recipe, 256, 64) for recipe in (*FORMATS[:3], "mxfp4")),
     (4, "parallel", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 16),  # its parts are cut by FSDP2
 ]
@@ -144,6 +144,7 @@ TRAINED = [
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
     (2, "root, grouped", "nvfp4", 64, 32, "offloaded"),
     (2, "sharded", "nvfp4", 64, 32, "offloaded, released, 8bit"),
+    *((2, layout, "mxfp4", 64, 32) for layout in ("ddp", "sharded")),
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
@@ -161,6 +162,7 @@ RESUMED = [
     (3, "root", "float8block-fp32", 5, 16),
     *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "offloaded", "16-bit rest")),
     *((2, "root", "mxfp8", 64, 32, s) for s in ("no masters", "bf16", "fp16 masters")),
+    (2, "root", "mxfp4", 64, 32),
     (2, "parallel", "nvfp4", 256, 64),
 ]
 MORE_RESUMED = [
