@@ -83,7 +83,11 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         (SMALL, [(*each, "") for each in HOPS]),
         # Pieces of 43 rows cut blocks of shards of 64 rows, which share no scales.
         ([("mxfp8", 128, 64)], [(3, "sharded", ""), (2, "sharded", "")]),
-        ([*SMALL, ("float8block", 64, 32)], [(*each, "int8") for each in INT8_HOPS]),
+        pytest.param(
+            [*SMALL, ("float8block", 64, 32)],
+            [(*each, "int8") for each in INT8_HOPS],
+            marks=pytest.mark.slow,
+        ),
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
         ([*SMALL, ("mxfp4", 64, 32)], [(2, "sharded", "8bit")] * 2),
         pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
