@@ -1,6 +1,6 @@
 # make demo     train a small GPT with quantized weights beside one with torch's AdamW, three seeds each
 # make test     run the quick tests, two variants of each at most
-# make test-more    the others, 100 of each test at most: variants, programs, several processes
+# make test-more    the others, 60 of each test at most: variants, programs, several processes
 # make test-all     both, and what only the nights have time for
 # make test-kernels        compile every variant of every kernel for every GPU (20 minutes of a core)
 # make test-integrations   those with Transformers, Accelerate, Lightning and torchtitan

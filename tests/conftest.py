@@ -65,7 +65,8 @@ def memory_for_others() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few", action="store_true", help="two variants of each test at most")
-    parser.addoption("--more", action="store_true", help="others of each test, some 100 at most")
+    parser.addoption("--fewer", action="store_true", help="and every third row of tables")
+    parser.addoption("--more", action="store_true", help="others of each test, 60 at most")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,7 +88,8 @@ SLOWEST, SLOW = "test_aot", ("test_example", "test_benchmarks", "distributed")
 @pytest.hookimpl(trylast=True)  # after those that are not asked for have been left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    if config.option.few or config.option.more:
+    fewer = config.option.fewer
+    if config.option.few or fewer or config.option.more:
         variants = defaultdict(lambda: ([], []))  # quick and others
         for item in items:
             is_other = any(map(item.get_closest_marker, ("exhaustive", "slow")))
@@ -95,13 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.clear()
         for quick, others in variants.values():
             # Parameters differ most between the first and the last. Rows of a table are tests each.
-            few = (
-                quick
-                if quick and quick[0].get_closest_marker("table")
-                else quick[:1] + quick[1:][-1:]
-            )
+            is_table = quick and quick[0].get_closest_marker("table")
+            few = quick[:: 3 if fewer else 1] if is_table else quick[:1] + quick[1:][-1:]
             more = [item for item in quick + others if item not in few]
-            items += few if config.option.few else more[:: 1 + len(more) // 100]
+            each = -(-len(more) // (200 if is_table else 60)) or 1
+            items += more[::each] if config.option.more else few
 
     def order(item: pytest.Item) -> int:
         name = str(item.path.relative_to(here))

@@ -26,6 +26,7 @@ _broadcast = _semantic.broadcast_impl_value
 _scalar_constant = _semantic.scalar_constant
 _block_types: dict[tuple, tl.block_type] = {}
 _scalars: dict[tuple, tl.tensor] = {}
+_beside: dict[tuple, tl.tensor] = {}
 
 
 def _patch_lang_once(function: Callable) -> Any:
@@ -38,6 +39,17 @@ def _patch_lang_once(function: Callable) -> Any:
 @functools.cache
 def _language(function: Callable) -> list:
     return [m for m in function.__globals__.values() if m is tl or m is tl.core]
+
+
+def _patch_attr(target: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A member of the language that is called at once, not through a check of ``_semantic``."""
+    member = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = _semantic
+        return member(*args, **options)
+
+    scope.set_attr(target, name, call)
 
 
 def _patch_lang_tensor_of_numpy_2_4(tensor: type, scope: Any) -> None:
@@ -92,19 +104,21 @@ def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     self.numel, self.shape = type.extent if type.is_block() else _SCALAR
 
 
-def _known_operands(
-    lhs: Any,
-    rhs: Any,
-    allow_lhs_ptr: bool = False,
-    allow_rhs_ptr: bool = False,
-    arithmetic_check: bool = True,
-    div_or_mod: bool = False,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Operands of one dtype, which need no cast; only quotients of halves would."""
-    if not div_or_mod and type(lhs) is type(rhs) is tl.tensor:
-        if lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
+def _known_operands(lhs: Any, rhs: Any, *rest: bool, **named: bool) -> tuple:
+    """Operands of one dtype, which need no cast, only quotients of halves would; known numbers."""
+    is_left, divides = type(lhs) is tl.tensor, rest[3:] == (True,)
+    if is_left is (type(rhs) is tl.tensor):
+        if is_left and not divides and lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
             return _known_broadcast(lhs, rhs)
-    return _binary_operands(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        return _binary_operands(lhs, rhs, *rest, **named)
+    tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
+    key = is_left, tensor.dtype.name, id(tensor.shape), type(number), number, rest, *named.items()
+    if key not in _beside:
+        found = _binary_operands(lhs, rhs, *rest, **named)
+        if found[not is_left] is not tensor:  # the number asks for another dtype
+            return found
+        _beside[key] = found[is_left]
+    return (tensor, _beside[key]) if is_left else (_beside[key], tensor)
 
 
 def _known_broadcast(lhs: tl.tensor, rhs: tl.tensor) -> tuple:
@@ -168,6 +182,7 @@ def sanitize_overflow(on: bool) -> None:
 def install() -> None:
     """Change the interpreter of this process."""
     interpreter._patch_lang = _patch_lang_once
+    interpreter._patch_attr = _patch_attr
     interpreter._patch_lang_tensor = _patch_lang_tensor_of_numpy_2_4
     interpreter._get_np_dtype = _get_np_dtype
     interpreter._validate_np_data_size = _fits

@@ -35,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp4adam.tensors import backend
 
+NIGHTLY = [pytest.mark.exhaustive, pytest.mark.nightly]
 # One server each; more ranks than these share them, since each takes seconds to start.
-_HASH_SEEDS = (1, 2, 3)
+_HASH_SEEDS = (1, 2)
 _PRELOADED = [
     "pytest",
     "hypothesis",
@@ -143,21 +144,24 @@ def _run_each(rank: int, function: Callable[..., Any], cases: list[tuple[Any, ..
 
 def by_world_size(
     function: Callable[..., Any],
-    quick: Iterable[tuple],
-    exhaustive: Iterable[tuple] = (),
+    rows: Iterable[tuple],
+    nightly: Iterable[tuple],
     is_slow: bool = False,
 ) -> list[Any]:
     """Arguments for :func:`run_cases`, of cases that begin with the number of ranks."""
     params = []
-    for group, is_more in ((quick, False), (exhaustive, True)):
+    for group, is_more in ((rows, False), (nightly, True)):
         cases: dict[int, list[tuple]] = {}
         for world_size, *case in group:
             cases.setdefault(world_size, []).append(tuple(case))
         for n, each in sorted(cases.items()):
-            name = f"{function.__name__}, {n} ranks{', more' * is_more}"
-            later = [pytest.mark.exhaustive, pytest.mark.nightly] if is_more else pytest.mark.slow
-            marks = later if is_more or is_slow or n not in (2, 3) else ()
-            params.append(pytest.param(function, n, each, marks=marks, id=name))
+            later = NIGHTLY if is_more else pytest.mark.slow
+            parts = [(", more" * is_more, each, later)]
+            if not is_more and not is_slow and n in (2, 3):
+                parts = [("", each[::2], ()), (", others", each[1::2], later)]
+            for name, some, marks in parts:
+                id = f"{function.__name__}, {n} ranks{name}"
+                params.append(pytest.param(function, n, some, marks=marks, id=id))
     return params
 
 

@@ -177,7 +177,7 @@ ONLY_OF = {
 @pytest.mark.parametrize(
     ("program", "options", "rows"),
     [
-        ("matmul.py", "--repeats 1", 34),
+        pytest.param("matmul.py", "--repeats 1", 34, marks=pytest.mark.nightly),
         ("numerics.py", f"{SMALL} --context 32 --lr 4e-3 --tokens 5120", 4),
         ("qat.py", f"{SMALL} --context 16 --steps 10", 8),
         ("refit.py", "--format nvfp4 --steps 1 --batch 1", 2),

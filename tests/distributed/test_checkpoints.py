@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from helpers import assert_identical
 from late_link import LateLink, offload_to
-from ranks import run
+from ranks import NIGHTLY, run
 from twins import (
     FORMATS,
     FROM_RANK_0,
@@ -83,10 +83,14 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         (SMALL, [(*each, "") for each in HOPS]),
         # Pieces of 43 rows cut blocks of shards of 64 rows, which share no scales.
         ([("mxfp8", 128, 64)], [(3, "sharded", ""), (2, "sharded", "")]),
-        ([*SMALL, ("float8block", 64, 32)], [(*each, "int8") for each in INT8_HOPS]),
+        pytest.param(
+            [*SMALL, ("float8block", 64, 32)],
+            [(*each, "int8") for each in INT8_HOPS],
+            marks=pytest.mark.slow,
+        ),
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
-        (SMALL, [(2, "sharded", "8bit")] * 2),
-        pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=pytest.mark.exhaustive),
+        ([*SMALL, ("mxfp4", 64, 32)], [(2, "sharded", "8bit")] * 2),
+        pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
     ],
     ids=["quick", "cut", "int8", "offloaded", "8bit", "all"],
 )

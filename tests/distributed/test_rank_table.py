@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from late_link import LateLink, offload_to
-from ranks import by_world_size, run, run_cases, use_kernels
+from ranks import NIGHTLY, by_world_size, run, run_cases, use_kernels
 from twins import FORMATS, TRANSFERS, Twin, run_calls
 
 STEPS = ["step", "freeze", "clip", "step"]
@@ -63,7 +63,7 @@ def run_training(rank: int, *case: Any) -> None:
 
 
 # The number of ranks, layout, format, shape of the first weight, states. On three ranks boundaries
-# cut blocks of 64 rows, on two those of 288 in Float8Block.
+# cut blocks of 64 rows, on two those of 288 in Float8Block. Every other row is quick.
 ROWS = [
     (1, "root", "nvfp4", 64, 32),
     *((2, "root", recipe, 256, 64) for recipe in FORMATS[:3]),  # whole blocks
@@ -75,7 +75,7 @@ ROWS = [
     (2, "root", "delayed", 256, 32),  # the history has the amaxes of the whole weight
     (3, "root", "delayed", 64, 32),
     *((2, "root", "nvfp4", 64, 32, states) for states in ("from dtype", "fp8", "bf16", "8bit")),
-    *((2, "root", "float8block", 64, 32, states) for states in ("amsgrad", "fp16 masters")),
+    *((2, "root", "float8block", 64, 32, states) for states in ("fp16 masters", "amsgrad")),
     (3, "root", "nvfp4", 64, 32, "int8"),
     (6, "root", "float8block", 7, 32, "int8"),
     (3, "root", "float8block", 64, 32, "no masters"),
@@ -85,7 +85,7 @@ ROWS = [
     (3, "root", "nvfp4", 64, 32, "offloaded"),
     (2, "root", "nvfp4-gemm", 64, 32),
     (4, "hybrid", "nvfp4", 64, 32),
-    *((2, "parallel", recipe, 256, 64) for recipe in FORMATS[:3]),
+    *((2, "parallel", recipe, 256, 64) for recipe in (*FORMATS[:3], "mxfp4")),
     (4, "parallel", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 16),  # its parts are cut by FSDP2
 ]
@@ -144,6 +144,7 @@ TRAINED = [
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
     (2, "root, grouped", "nvfp4", 64, 32, "offloaded"),
     (2, "sharded", "nvfp4", 64, 32, "offloaded, released, 8bit"),
+    *((2, layout, "mxfp4", 64, 32) for layout in ("ddp", "sharded")),
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
@@ -159,9 +160,10 @@ MORE_TRAINED = [
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
     (3, "root", "float8block-fp32", 5, 16),
+    *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "offloaded", "16-bit rest")),
+    *((2, "root", "mxfp8", 64, 32, s) for s in ("no masters", "bf16", "fp16 masters")),
+    (2, "root", "mxfp4", 64, 32),
     (2, "parallel", "nvfp4", 256, 64),
-    *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "16-bit rest", "offloaded")),
-    *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
 ]
 MORE_RESUMED = [
     (1, "root", "nvfp4", 64, 32),
@@ -224,7 +226,7 @@ NO_GRADIENTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, examples",
-    [(2, 1), (3, 2), *(pytest.param(n, 8, marks=pytest.mark.exhaustive) for n in (2, 3))],
+    [(2, 1), (3, 2), *(pytest.param(n, 8, marks=NIGHTLY) for n in (2, 3))],
 )
 def test_random_programs(world_size: int, examples: int) -> None:
     """Each example starts ranks once and runs some programs there."""

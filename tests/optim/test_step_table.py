@@ -938,10 +938,11 @@ def rows() -> list[Any]:
             for path in PATHS:
                 if not takes(path, CASES[case], name):
                     continue
-                turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
+                turn = (5 * i + 8 * j) % len(CASES)  # 0 for one case of each scenario
                 quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 later = [pytest.mark.slow if quick else pytest.mark.exhaustive]
-                marks = [] if 3 * turn < QUICK[path] and quick else later
+                is_first = 3 * turn < QUICK[path] and (path != "kernels" or i % 4 == 0)
+                marks = [] if is_first and quick else later
                 if path == "kernels" and turn > 2 or path == "offload" and turn > 5:
                     marks = [pytest.mark.exhaustive, pytest.mark.nightly]
                 found.append(
