@@ -457,12 +457,10 @@ class Judge:
         # a mutant.
         self.passes: dict[str, bool] = {}
         paths = [path for each in options.folders for path in sorted((ROOT / each).rglob("*.py"))]
-        names = [(str(path.relative_to(ROOT)), path) for path in paths]
-        of_files = [Mutations(n, p.read_text()).found for n, p in names if n not in self.stale]
-        every = [*itertools.chain.from_iterable(of_files)]
+        names = [name for path in paths if (name := str(path.relative_to(ROOT))) not in self.stale]
+        every = [m for name in names for m in Mutations(name, (ROOT / name).read_text()).found]
         found = [m for m in every if self.tests_of(m)]
-        self.unreached = Counter(folder_of(m.path) for m in every)
-        self.unreached -= Counter(folder_of(m.path) for m in found)
+        self.unreached = Counter(folder_of(m.path) for m in every if not self.tests_of(m))
         done = {each["key"] for each in self.verdicts}
         drawn = {m.key: m for m in sample(found, options.count, options.seed)}
         self.work = [mutant for key, mutant in drawn.items() if key not in done]
@@ -525,11 +523,8 @@ class Judge:
             self.write()
 
     def write(self) -> None:
-        results = {
-            "seed": self.options.seed,
-            "changed_since_recorded": sorted(self.stale),
-            "verdicts": self.verdicts,
-        }
+        results = {"seed": self.options.seed, "changed_since_recorded": sorted(self.stale)}
+        results["verdicts"] = self.verdicts
         part = self.options.json.with_suffix(".part")
         part.write_text(json.dumps(results, indent=1) + "\n")
         part.replace(self.options.json)

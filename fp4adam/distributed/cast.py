@@ -220,7 +220,7 @@ class LocalCast(SpanCast):
         super().__init__(spans, tensors[0].device)
         # Shards consist of whole rows, so only blocks of several rows can be cut.
         self.exchanged = [
-            (one.amax, [grid for use, grid in one.grids.items() if one.layout.blocks[use][0] > 1])
+            (one.amax, [grid for use, grid in one.grids.items() if one.layout.blocks[use][0] != 1])
             for one in spans
         ]
 

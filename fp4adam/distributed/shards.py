@@ -97,7 +97,7 @@ def check_shards(model: nn.Module) -> None:
             amax = torch.zeros_like(amax)  # nothing reads the one of a rank without rows
         own = scales if amax is None else [amax, *scales]
         largest = [each.clone() for each in own]
-        spec, n = shard.global_spec, len(own) - len(scales)
+        spec, n = shard.global_spec, int(amax is not None)
         exchanged = Exchanged(spec, largest[0] if n else None, largest[n:], shard)
         for exchange in exchanges([(infos, exchanged)]):
             exchange()

@@ -169,7 +169,7 @@ class Float8Quantizer(Quantizer[Float8Tensor]):
             and not x.is_meta
         ):
             matrix = x.detach().reshape(flat_shape(tuple(x.shape))).contiguous()
-            tensor._amax_history[:1].copy_(self.measure(matrix))
+            tensor._amax_history[0] = self.measure(matrix)
         return tensor.quantize_(x)
 
     def take_amaxes(self, tensors: Sequence[Storage], amaxes: Sequence[Tensor]) -> None:

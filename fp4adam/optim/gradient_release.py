@@ -67,7 +67,6 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self.drop_gradients()
-        self._hooks = []  # a handle that is kept keeps no parameters alive
         if _is_in_use(self):
             optimizer = self._optimizer()
             optimizer._stepped.forget()

@@ -170,7 +170,7 @@ class HighHalf(NoMaster):
 
         Any other parameter with any remainder gives a master within half a BF16 step.
         """
-        param, rest = self.param.detach(), local(state[REST])
+        param, rest = self.param, local(state[REST])
         upper, _ = split_master(join_master(param, rest))
         rest.masked_fill_(upper.view(torch.int16) != param.view(torch.int16), 0)
 

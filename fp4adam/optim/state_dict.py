@@ -451,5 +451,7 @@ def _is_number(step: Any, param: Tensor) -> bool:
     if isinstance(step, Tensor):
         if step.numel() != 1 or step.is_complex():
             return False
-        return param.is_meta if step.is_meta else 0 <= step.item() < math.inf
+        if step.is_meta:
+            return param.is_meta
+        step = step.item()
     return isinstance(step, (int, float)) and 0 <= step < math.inf

@@ -162,7 +162,7 @@ def _with_rows(tensor: QuantizedTensor, value: Tensor) -> Tensor:
         every = read(every_row(tensor), value.dtype)
     else:
         every = init_val.reshape(-1, stored_shape(tensor)[1]).to(tensor.device, copy=True)
-    every = every if every.dtype == value.dtype else every.float()
+    every = every.to(torch.promote_types(every.dtype, value.dtype))
     rows_of(tensor, every).copy_(value.reshape(matrix_shape(tensor)))
     return every
 

@@ -69,7 +69,7 @@ def codec_of(name: str, field: str) -> tl.dtype | int | float:
 @triton.constexpr_function
 def is_scaled(codec: str) -> bool:
     """Whether a codec shares scales between 32 neighbours in a row, which tiles must not cut."""
-    return codec_of(codec, "dropped") > 0
+    return codec_of(codec, "dropped") != 0
 
 
 @triton.constexpr_function

@@ -154,7 +154,7 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     assert torch.equal(stored["up.bias"], model.up.bias)
     assert "lm_head.weight" not in stored  # tied: once, by its first name
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert (config["hidden_size"], config["dtype"]) == (64, "bfloat16")
+    assert config == config | {"hidden_size": 64, "dtype": "bfloat16", "architectures": ["Model"]}
     assert config["quantization_config"]["quant_method"] == layout
     written = config["quantization_config"]
     assert written.get("ignore", written.get("modules_to_not_convert")) == ["lm_head"]
@@ -536,14 +536,15 @@ def export_shards(rank: int, folder: str) -> None:
     assert_identical(gathered_bytes(model), before)
     with torch.device("meta"):
         model = build(None, dtype=torch.float32)
-        model.register_buffer("mask", torch.empty(3), persistent=False)
-    model._init_weights = lambda module: module.mask.fill_(2)
+        for name in ("mask", "phase"):
+            model.register_buffer(name, torch.empty(3), persistent=False)
+    model._init_weights = lambda module: module.mask.fill_(2).add_(module.phase.fill_(1))
     import_checkpoint(model, f"{folder}/sharded", device="meta")
     fully_shard(model, mesh=all_ranks())
     with pytest.raises(ValueError, match="a DTensor on the meta device; .* to_empty"):
         import_checkpoint(model, f"{folder}/sharded")
     import_checkpoint(model.to_empty(device="cpu"), f"{folder}/sharded")
-    assert model.mask.sum() == 6
+    assert model.mask.sum() == 9
     assert_identical(gathered_bytes(model), before)
     with pytest.raises(ValueError, match="import with device='meta' before fully_shard"):
         model = fully_shard(build(None, dtype=torch.float32), mesh=all_ranks())

@@ -180,7 +180,7 @@ def in_high_precision(stored):
 
 
 def other_rows(stored):
-    for number, rows in ((0, DIM + 16), (1, DIM - 16)):
+    for number, rows in enumerate((DIM + 16, DIM + 16, DIM - 32)):
         key = f"experts.{number}.down_proj.weight_packed"
         stored[key] = torch.zeros(rows, DIM // 2, dtype=torch.uint8)
 

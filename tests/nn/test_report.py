@@ -42,7 +42,7 @@ def make_model() -> nn.Sequential:
     layers = [nn.Linear(64, 64), nn.Linear(64, 64, bias=False), Conv1D(), Experts()]
     layers[2].weight = nn.Parameter(torch.zeros(64, 128))
     layers[3].gate_up_proj = nn.Parameter(torch.zeros(4, 64, 64))
-    norms = [nn.LayerNorm(64) for _ in range(3)]
+    norms = [nn.LayerNorm(64) for _ in range(3)] + [nn.RMSNorm(64) for _ in range(2)]
     return nn.Sequential(*layers, nn.Sequential(*norms))
 
 
@@ -57,7 +57,7 @@ def lines(monkeypatch):
 LEFT = (
     "left in high precision: 3.gate_up_proj (Experts: its module has no num_experts that is its "
     "first size), 2.weight (Conv1D: its weight is [in, out]), 4 biases, "
-    "3 of LayerNorm (4.0.weight, ...)"
+    "3 of LayerNorm (4.0.weight, ...), 4.3.weight (RMSNorm), 4.4.weight (RMSNorm)"
 )
 
 
@@ -65,7 +65,7 @@ def test_log_says_what_is_quantized_and_what_is_left(lines):
     model = make_model()
     quantize_model(model, "nvfp4")
     share = 100 * 2 * 64**2 / sum(p.numel() for p in model.parameters())
-    expected = f"2 of 7 weights are quantized, {share:.1f} % of the parameters; {LEFT}"
+    expected = f"2 of 9 weights are quantized, {share:.1f} % of the parameters; {LEFT}"
     assert lines == [f"Sequential, NVFP4: {expected}"]
     # The same recipe again changes nothing, and is no reason to warn.
     quantize_model(model, "nvfp4")

@@ -157,16 +157,16 @@ def test_hooks_may_replace_what_is_loaded() -> None:
 
 def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
     param, unused = (make_weight(RECIPES["nvfp4"], device, keeps_value=True) for _ in range(2))
-    optimizer = MasterWeightOptimizer([param, unused], SGD, lr=0.1)
+    optimizer = MasterWeightOptimizer([{"params": [p]} for p in (unused, param)], SGD, lr=0.1)
     for _ in range(2):
         set_grads([param], 0)
         optimizer.step()
         with optimizer.masters(), torch.no_grad():
-            first, second = optimizer.inner.param_groups[0]["params"]
-            assert first is optimizer._masters[param] and second is unused
-            first.mul_(2)
+            first, second = (group["params"][0] for group in optimizer.inner.param_groups)
+            assert first is unused and second is optimizer._masters[param]
+            second.mul_(2)
         assert param.has_bytes_of(param.quantizer.quantize(optimizer.state[param]["master_param"]))
-        assert optimizer.param_groups[0]["params"][0] is param
+        assert optimizer.param_groups[1]["params"][0] is param
     assert unused not in optimizer.state
 
 

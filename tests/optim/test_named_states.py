@@ -130,6 +130,9 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
         assert_identical([*map(dict, copies.values())], [*map(dict, states)])
     saved = [{k: optimizer.get_unscaled_state(p, k).clone() for k in NAMES} for p in params]
     assert "master_param" not in optimizer.state_dict()["state"][0]
+    coupled = FusedAdam(params[:1])
+    coupled.initialize_state(params[0])
+    assert [*coupled.state[params[0]]] == [*NAMES[:2]]
 
     # States without values come first, alike for all parameters.
     other, others = build()
