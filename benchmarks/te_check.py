@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import fp4adam
-from fp4adam import FP4Adam, FusedAdam, cast, workspaces_of
+from fp4adam import FP4Adam, FusedAdam, cast, fp8_utils, workspaces_of
 from fp4adam.tensors.quantizer import Quantizer
 
 Row = dict[str, Any]
@@ -408,7 +408,7 @@ def zero_rows(te: Any, recipes: Any, optimizers: Any) -> Iterator[Row]:
         for start, stop in ((0, n), (0, n // 2), (n // 2 + 768 * 3 + 128, n)):
             master = random(stop - start, seed=start, scale=0.03)
             fields = []
-            for package in (utils, fp4adam):
+            for package in (utils, fp8_utils):
                 weight = linear(te, recipe, shape).weight
                 if quantizer.layout.tensor_scale == "delayed":
                     weight._quantizer.scale.fill_(448 * 8.0)
