@@ -20,7 +20,11 @@ ALL += ["overwrite", "step", "load_whole", "step", "back", "step", "poison", "st
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
-LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
+LEFT_OUT |= {
+    "factored": (*LEFT_OUT["8bit"], "flattened"),
+    "zero": ("write_states",),
+    "int8": ("load_whole",),
+}
 if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
     LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
