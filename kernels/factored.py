@@ -1,14 +1,19 @@
 """Second moments that are factored: how a step reads them, and what renews their means after it.
 
-``fp4adam.distributed.row_sums`` and ``fp4adam.optim.factor_renewal`` launch the passes, or do the
-same in torch operators, in the same order.
+``fp4adam.distributed.row_sums`` and ``fp4adam.optim.state_codec.Factored`` do the same in torch
+operators, in the same order.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from fp4adam.kernels.adam import SIGNALS, load_scalars
+from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.tensor_table import field, load_tile, pointer, takes_part, tile_start
+from fp4adam.kernels.launch.tile_lists import tile_grid
 from fp4adam.kernels.tiles.codes import to_float32
 
 # Sums are of 2**LEVELS neighbours by pairs, then TURNS running sums of these, then pairs again.
@@ -40,7 +45,7 @@ def _pairs(x, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _renewed(ptr, mask, sums, count, constants):
+def _renew(ptr, mask, sums, count, constants):
     """Store and return the means at ``ptr``, of ``count`` squares each, after a step."""
     new = tl.div_rn(sums, count.to(tl.float32)) * constants.factor * constants.factor
     means = tl.load(ptr, mask, 0.0) * constants.beta2 + new * constants.one_minus_beta2
@@ -49,15 +54,15 @@ def _renewed(ptr, mask, sums, count, constants):
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def strips_kernel(
-    grad_scale_ptr, clip_ptr, found_inf_ptr, nodes, table, scalars, tiles, GRAD: tl.constexpr,
-    LEVELS: tl.constexpr,
+def _strips_kernel(
+    grad_scale_ptr, clip_ptr, found_inf_ptr, nodes, table, scalars, tiles, stride,
+    GRAD: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Add squares of a gradient to the means by row, and up over 2**LEVELS rows in each column.
+    """Renew means by row with the squares of a gradient, and add these up to nodes by column.
 
-    Grid: (n_tiles,). Tile: STRIP whole rows. tiles: int32 [n_tiles, 4], with the place in ``nodes``
-    of its sums, over 32, for a column. Reads the gradient, and writes 4 / 2**LEVELS bytes per
-    element. Here, because in the step sums would take registers, and memory until all are known.
+    Grid: (n_tiles,). Tile: STRIP whole rows. tiles: int32 [n_tiles, 4], with the first column in
+    ``nodes``, float32 [n, stride], each of 2**LEVELS rows. Reads the gradient, and writes
+    4 / 2**LEVELS bytes per element. Here, because in the step sums would take registers.
     """
     tensor, row, place = load_tile(tiles, 1)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -70,8 +75,7 @@ def strips_kernel(
     FAR: tl.constexpr = STRIP // NEAR
     i = tl.arange(0, FAR)[None, :, None] * NEAR + tl.arange(0, NEAR)[:, None, None]
     node = tl.arange(0, STRIP >> LEVELS)[None, :]
-    nodes += place.to(tl.int64) * 32 + node * cols
-    has_rows = (node << LEVELS) < rows - row
+    nodes += tile_start(row >> LEVELS, place, stride) + node * stride
     by_row = tl.zeros((STRIP, TURNS), tl.float32)
     for left in range(0, cols, _WIDTH):
         j = left + tl.arange(0, _WIDTH)
@@ -83,47 +87,38 @@ def strips_kernel(
         by_row += tl.reshape(_pairs(near, LEVELS_OF_COLUMNS), (STRIP, TURNS))
         down = _pairs(tl.reshape(tl.permute(x, (1, 2, 0)), (FAR * _WIDTH, NEAR)), INNER)
         down = _pairs(tl.trans(tl.reshape(down, (FAR, _WIDTH))), LEVELS - INNER)
-        tl.store(nodes + j[:, None], down, has_rows & (j < cols)[:, None])
+        tl.store(nodes + j[:, None], down, (node << LEVELS < rows - row) & (j < cols)[:, None])
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     sums = tl.reshape(_pairs(by_row, _LEVELS_OF_TURNS), (NEAR, FAR))
-    means = pointer(table, tensor, "exp_avg_sq", tl.float32) + row
-    i = tl.reshape(i, (NEAR, FAR))
-    _renewed(means + i, i < rows - row, sums, cols, constants)
+    i = tl.reshape(i, (NEAR, FAR)) + row
+    _renew(pointer(table, tensor, "exp_avg_sq", tl.float32) + i, i < rows, sums, cols, constants)
 
 
 @triton.jit
-def sums_kernel(nodes, sums, matrices, tiles, stride, LEVELS: tl.constexpr, COLS: tl.constexpr):
-    """Sums by column of ``nodes``, each over 2**LEVELS rows, those of a rank ``stride`` long.
+def _sums_kernel(nodes, sums, n, cols, LEVELS: tl.constexpr, COLS: tl.constexpr):
+    """Sums by column of nodes, float32 [n, cols], each of 2**LEVELS rows.
 
-    Grid: (n_tiles,). Tile: COLS columns. tiles: int32 [n_tiles, 4]. matrices: int32 [n, 5], the
-    place in ``nodes`` over 32, columns, nodes of a rank, and of all, and the place in ``sums``.
+    Grid: (cols / COLS,), rounded up.
     """
-    matrix, _, col = load_tile(tiles, 1)
-    matrices += 5 * matrix
-    cols, of_rank, of_all = tl.load(matrices + 1), tl.load(matrices + 2), tl.load(matrices + 3)
-    j = col + tl.arange(0, COLS)[:, None]
-    nodes += tl.load(matrices).to(tl.int64) * 32
+    j = tl.program_id(0) * COLS + tl.arange(0, COLS)[:, None]
     MORE: tl.constexpr = LEVELS_OF_ROWS - LEVELS
+    NEAR: tl.constexpr = _ALL // TURNS >> LEVELS
     turns = tl.zeros((COLS, TURNS), tl.float32)
-    for first in range(0, of_all, TURNS << MORE):
-        i = first + tl.arange(0, TURNS << MORE)[None, :]
-        offs = (i // of_rank).to(tl.int64) * stride + i % of_rank * cols.to(tl.int64)
-        x = tl.load(nodes + offs + j, (i < of_all) & (j < cols), 0.0)
-        turns += tl.reshape(
-            _pairs(tl.reshape(x, (COLS * TURNS, _ALL // TURNS >> LEVELS)), MORE), (COLS, TURNS)
-        )
-    tl.store(sums + tl.load(matrices + 4) + j, _pairs(turns, _LEVELS_OF_TURNS), j < cols)
+    for first in range(0, n, TURNS * NEAR):
+        i = first + tl.arange(0, TURNS * NEAR)[None, :]
+        x = tl.load(nodes + i.to(tl.int64) * cols + j, (i < n) & (j < cols), 0.0)
+        turns += tl.reshape(_pairs(tl.reshape(x, (COLS * TURNS, NEAR)), MORE), (COLS, TURNS))
+    tl.store(sums + j, _pairs(turns, _LEVELS_OF_TURNS), j < cols)
 
 
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
-def renew_kernel(grad_scale_ptr, clip_ptr, found_inf_ptr, sums, table, scalars, tiles):
-    """Add a step's sums to the means by column, and renew one over the mean of all.
+def _columns_kernel(grad_scale_ptr, clip_ptr, found_inf_ptr, sums, table, scalars, tiles, rows):
+    """Renew means by column with ``sums`` over rows of all ranks, and one over the mean of all.
 
-    Grid: (n_tensors,). tiles: int32 [n_tensors, 4], with the rows of all ranks and the place in
-    ``sums``.
+    Grid: (n_tiles,), of which the first of each tensor works.
     """
-    tensor, rows, place = load_tile(tiles, 1)
-    if not takes_part(table, tensor, found_inf_ptr):
+    tensor, row, place = load_tile(tiles, 1)
+    if (row > 0) | ~takes_part(table, tensor, found_inf_ptr):
         return
     constants = load_scalars(table, scalars, tensor, grad_scale_ptr, clip_ptr)
     cols = field(table, tensor, "cols", tl.int32, 32)
@@ -132,9 +127,30 @@ def renew_kernel(grad_scale_ptr, clip_ptr, found_inf_ptr, sums, table, scalars, 
     for first in range(0, cols, _ALL):
         j = first + tl.arange(0, _ALL)
         new = tl.load(sums + place + j, j < cols, 0.0)
-        new = _renewed(means + j, j < cols, new, rows, constants)
+        new = _renew(means + j, j < cols, new, rows, constants)
         turns += _pairs(tl.reshape(new, (TURNS, _ALL // TURNS)), LEVELS_OF_ROWS)
     mean = tl.div_rn(_pairs(tl.trans(turns), _LEVELS_OF_TURNS), cols.to(tl.float32))
     # NaN of Inf, too. Below normal means there is nothing, and one over them may be infinite.
     inverse = tl.where(mean < 2.0**-126, 0.0, tl.div_rn(1.0, mean + (mean - mean)))
     tl.store(means + cols + tl.zeros((1, 1), tl.int32), inverse)
+
+
+def renewal(
+    grad: Any, tensors: tuple, places: dict[int, int], rows: int, cols: int, levels: int
+) -> tuple[Launch, Launch]:
+    """The launches that read gradients of type ``grad``, and the sums over ``rows``.
+
+    ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some of them, in ``cols`` columns.
+    """
+    (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
+    tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
+    tiles = torch.cat(tiles).to(table.device)
+    given = len(tiles), (table, scalars, tiles, cols), dict(GRAD=grad, LEVELS=levels)
+    columns = Launch(_columns_kernel, len(tiles), (table, scalars, tiles, rows), {}, num_warps=8)
+    return Launch(_strips_kernel, *given), columns
+
+
+def sums_launch(n: int, cols: int, levels: int) -> Launch:
+    """The launch that adds nodes [n, cols]."""
+    width = max(2, min(32, 2 << levels))
+    return Launch(_sums_kernel, -(-cols // width), (n, cols), dict(LEVELS=levels, COLS=width))

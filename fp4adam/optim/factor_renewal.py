@@ -1,124 +1,97 @@
 """Renews factored second moments after a step, from gradients whose rows ranks may share."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.row_sums import Nodes, RowSums, nodes_of, pairs
+from fp4adam.distributed.row_sums import RowSums, pairs
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.optim.launch_group import LaunchGroup
-from fp4adam.optim.state_codec import FACTORED, Weights
-from fp4adam.optim.state_tensor import SCALES, StateTensor
+from fp4adam.optim.state_codec import FACTORED
+from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import Target, together
+from fp4adam.tensors.blocks import round_up
 
-# Sums at a time, which bounds their memory, but for those of a single parameter.
-_AT_A_TIME = 2**23
+# Elements of all ranks whose sums exist at a time, or those of one parameter.
+_AT_A_TIME = 2**29
 
 
-class Means(NamedTuple):
-    """What is renewed by operators: means, from squares of this rank's rows."""
-
-    codes: Tensor
-    scales: Tensor
-    squares: Callable[[], Tensor]
-    weights: Weights = Weights()
-
-    @classmethod
-    def of_step(cls, member: Target, grad: Tensor, *weights: Any) -> "Means":
-        own = member.tensors["exp_avg_sq"], member.tensors[SCALES["exp_avg_sq"]]
-        return cls(*own, lambda: grad.float().square(), Weights(*weights))
+# Means that operators renew, from a gradient by weights of old and new ones and a factor of the
+# gradient; without weights from squares.
+Given = tuple[StateTensor, Tensor, tuple]
 
 
 class FactorRenewal:
-    """Renews the means of some parameters; all ranks that share their rows have to call it."""
+    """Renews the means of parameters of as many rows; every rank that has some calls it."""
 
     def __init__(self, members: list[Target], groups: Sequence[LaunchGroup]) -> None:
-        shards, device = ShardInfo.of_rows(members[0].owner), members[0].param.device
-        device = device if shards is None else shards.device
-        self._sums = RowSums([tuple(m.owner.shape) for m in members], shards, device)
-        self._by_operators = dict(zip(members, self._sums.matrices, strict=True))
+        shards, self._device = ShardInfo.of_rows(members[0].owner), members[0].param.device
+        if shards is not None:
+            self._device = shards.device
+        sizes = (round_up(member.owner.shape[1], 32) for member in members)
+        *places, cols = accumulate(sizes, initial=0)
+        self._rows = members[0].owner.shape[0]
+        self._sums = RowSums(self._rows, cols, shards, self._device)
+        self._by_operators = dict(zip(members, places, strict=True))
         self._launches = []
         for group in groups:
             found = [self._by_operators.pop(member, None) for member in group.members]
-            own = [(i, nodes) for i, nodes in enumerate(found) if nodes is not None]
+            own = {i: place for i, place in enumerate(found) if place is not None}
             if own:
-                self._launches.append((group.key.device, *_launches(group, own)))
+                from fp4adam.kernels.factored import renewal
+                from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES
 
-    def compile(self, *signals: Tensor) -> None:
-        """Compile all kernels, for ``signals`` as for a step."""
-        for _, strips, renew in self._launches:
-            for launch in (*strips, renew):
-                launch.compile(*signals, signals[0])
-        for launch in self._sums.launches:
-            launch.compile(signals[0], signals[0])
+                grad = TRITON_DTYPES[group.key.grad_dtype]
+                given = group.tensors, own, self._rows, cols, self._sums.levels
+                self._launches.append(renewal(grad, *given))
+        one = torch.ones(1, device=self._device)
+        with torch.cuda.device_of(one):  # before a step that could not end
+            for launch in chain.from_iterable(self._launches) if one.is_cuda else ():
+                launch.compile(one, one, one, one)
+            if one.is_cuda and self._launches:
+                self._sums.launch.compile(one, one)
 
-    def run(self, signals: Mapping[torch.device, tuple], given: Mapping[Target, Means]) -> None:
+    def run(self, signals: Mapping[torch.device, tuple], given: Mapping[Target, Given]) -> None:
         """Renew means: by launches, whose ``signals`` are by device, and what is ``given``."""
-
-        def add(memory: Tensor) -> None:
-            for device, strips, _ in self._launches:
-                with torch.cuda.device_of(memory):
-                    for launch in strips:
-                        launch(*signals[device], memory)
-            for means, nodes in own:
-                squares = means.squares()
-                FACTORED.add_rows(means.codes, squares, means.weights)
-                found = pairs(squares, nodes.levels)
-                nodes.of(memory)[: len(found)] = found
-
-        pairs_of = self._by_operators.items()
-        own = [(given[member], nodes) for member, nodes in pairs_of if member in given]
-        sums = self._sums(add)
-        for device, _, renew in self._launches:
-            with torch.cuda.device_of(sums):
-                renew(*signals[device], sums)
-        for means, nodes in own:
-            of_rows = sums[nodes.place_of_sums :][: nodes.cols].to(means.scales.device)
-            FACTORED.add_columns(means.scales, of_rows, nodes.rows, means.weights)
+        # Zeros where other ranks have more rows.
+        nodes = torch.zeros(self._sums.shape, dtype=torch.float32, device=self._device)
+        operated = {m: place for m, place in self._by_operators.items() if m in given}
+        with torch.cuda.device_of(nodes):
+            for strips, _ in self._launches:
+                strips(*signals[self._device], nodes)
+            for member, place in operated.items():
+                means, x, weights = given[member]
+                squares = x.float().square() if weights else x
+                FACTORED.add_rows(means.codes, squares, *weights)
+                found = pairs(squares, self._sums.levels)
+                nodes[: len(found), place : place + squares.shape[1]] = found
+            sums = self._sums(nodes)
+            for _, renew in self._launches:
+                renew(*signals[self._device], sums)
+        for member, place in operated.items():
+            (_, _, scales), _, weights = given[member]
+            own = sums[place : place + len(scales) - 1].to(scales.device)
+            FACTORED.add_columns(scales, own, self._rows, *weights)
 
 
 def renewals(members: Sequence[Target], groups: Sequence[LaunchGroup]) -> list[FactorRenewal]:
-    """Those of all members, by the ranks that share rows, and in parts of a bounded size."""
+    """Those of all members, in the same order on all ranks."""
     factored = [m for m in members if m.codecs["exp_avg_sq"] is FACTORED]
-    found = []
-    for alike in together(factored, lambda m: (m.param.device, ShardInfo.of_rows(m.owner))):
-        shards = ShardInfo.of_rows(alike[0].owner)
-        n = 1 if shards is None else shards.n_shards
-        sizes = (nodes_of(m.owner.shape[0], n)[1] * m.owner.shape[1] for m in alike)
-        places = dict(zip(alike, accumulate(sizes), strict=True))
-        parts = together(alike, lambda m, places=places: places[m] // _AT_A_TIME)
-        found += [FactorRenewal(part, groups) for part in parts]
-    return found
+    owners = [m.owner for m in factored]
+    ends = accumulate(owner.numel() for owner in owners)
+    ways = [
+        (m.param.device, o.shape[0], ShardInfo.of_rows(o), end // _AT_A_TIME)
+        for m, o, end in zip(factored, owners, ends, strict=True)
+    ]
+    alike = together(range(len(ways)), ways.__getitem__)
+    return [FactorRenewal([factored[i] for i in part], groups) for part in alike]
 
 
 def encoded(values: Mapping[Target, Tensor]) -> dict[Target, StateTensor]:
     """The means of second moments, float32 of local shapes; all ranks call it for the same ones."""
-    means = {member: Means(*FACTORED.zeros_like(x), lambda x=x: x) for member, x in values.items()}
+    given = {m: (StateTensor(FACTORED, *FACTORED.zeros_like(x)), x, ()) for m, x in values.items()}
     for renewal in renewals([*values], ()):
-        renewal.run({}, means)
-    return {member: StateTensor(FACTORED, *each[:2]) for member, each in means.items()}
-
-
-def _launches(group: LaunchGroup, own: list[tuple[int, Nodes]]) -> tuple[list[Any], Any]:
-    """Launches over a gradient, and over its sums, of some members of a group."""
-    from fp4adam.kernels import factored
-    from fp4adam.kernels.launch.launch import Launch
-    from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES
-    from fp4adam.kernels.launch.tile_lists import tile_grid
-
-    (shapes, _, table, scalars), strips = group.tensors, []
-    for levels in sorted({nodes.levels for _, nodes in own}):
-        tiles = []
-        for i, nodes in own:
-            if nodes.levels == levels:
-                tiles.append(tile_grid((i, 0, shapes[i][0], 0, 1), (factored.STRIP.value, 1)))
-                tiles[-1][:, 2] = (nodes.place + (tiles[-1][:, 1] >> levels) * nodes.cols) // 32
-        given = table, scalars, torch.cat(tiles).to(table.device)
-        constexprs = dict(GRAD=TRITON_DTYPES[group.key.grad_dtype], LEVELS=levels)
-        strips.append(Launch(factored.strips_kernel, len(given[2]), given, constexprs))
-    fields = [(i, nodes.rows, nodes.place_of_sums, 0) for i, nodes in own]
-    given = table, scalars, torch.tensor(fields, dtype=torch.int32, device=table.device)
-    return strips, Launch(factored.renew_kernel, len(own), given, {}, num_warps=8)
+        renewal.run({}, given)
+    return {member: means for member, (means, *_) in given.items()}

@@ -255,31 +255,26 @@ class Factored(StateCodec):
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=param.device)
         return tuple(map(zeros, self.shapes(param.shape)))
 
-    def add_rows(self, codes: Tensor, x: Tensor, weights: "Weights") -> None:
-        """Renew the means by row with squares ``x`` [n, m]."""
-        _add(codes, sums(x.T, LEVELS_OF_COLUMNS), x.shape[1], weights)
+    def add_rows(self, codes: Tensor, x: Tensor, *weights: Any) -> None:
+        """Renew the means by row with squares ``x`` [n, m]; ``weights``: see :func:`_renew`."""
+        _renew(codes, sums(x.T, LEVELS_OF_COLUMNS), x.shape[1], *weights)
 
-    def add_columns(self, scales: Tensor, of_rows: Tensor, n: int, weights: "Weights") -> None:
+    def add_columns(self, scales: Tensor, of_rows: Tensor, n: int, *weights: Any) -> None:
         """Renew the means by column, and the number, with sums [m] over n rows of squares."""
         by_column, mean = scales[:-1], scales[-1:]
-        _add(by_column, of_rows, n, weights)
-        _add(mean.zero_(), sums(by_column[:, None]), len(by_column), Weights())
+        _renew(by_column, of_rows, n, *weights)
+        _renew(mean.zero_(), sums(by_column[:, None]), len(by_column))
         # No mean that is not finite stands for anything, and below normal ones there is nothing.
         inverse = (mean + (mean - mean)).reciprocal()
         mean.copy_(inverse.masked_fill(mean < torch.finfo(mean.dtype).tiny, 0.0))
 
 
-class Weights(NamedTuple):
-    """Those of old and new means; ``factor`` is that of gradients whose squares the new are of."""
-
-    old: float = 0.0
-    new: float = 1.0
-    factor: float | Tensor = 1.0
-
-
-def _add(means: Tensor, new: Tensor, count: int, weights: Weights) -> None:
-    new = new / torch.full_like(new, count)  # by a number, CUDA multiplies
-    means.mul_(weights.old).add_(new * weights.factor * weights.factor * weights.new)
+def _renew(
+    means: Tensor, sums: Tensor, n: int, old: float = 0.0, new: float = 1.0, factor: Any = 1.0
+) -> None:
+    """Average means and those of n squares each of what ``factor`` multiplies, by weights."""
+    found = sums / torch.full_like(sums, n)  # by a number, CUDA multiplies
+    means.mul_(old).add_(found * factor * factor * new)
 
 
 FLOAT32 = StateCodec("float32", torch.float32, exact=True)

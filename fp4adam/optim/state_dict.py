@@ -136,7 +136,7 @@ def saved_state(
             stored = StateTensor.of(saved, name, codec)
             StateTensor(PLAIN, stored.decode(), None).store(saved, name, member.owner)
             if codec is FACTORED:
-                saved |= dict(zip(MEANS, (like(member.owner, stored.codes), stored.scales)))
+                saved[MEANS[0]], saved[MEANS[1]] = like(member.owner, stored.codes), stored.scales
     saved |= member.master.saved(state, compact, as_te)
     known = [name for name in ("step", *TENSOR_NAMES) if name in saved]
     return {name: saved[name] for name in (*known, *sorted(saved.keys() - {*known}))}
@@ -184,7 +184,7 @@ def loaded(
         if key in owners and isinstance(saved, dict):
             given[owner] = saved
             others = {n: x for n, x in saved.items() if n not in TENSOR_NAMES}
-            state = _moments(engine.targets[owner], saved, means.get(owner))
+            state = _moments(engine.targets[owner], saved, means.get(engine.targets[owner]))
             states[owner] = {**others, **engine.placed(owner, state)}
     complete_groups(new_groups, defaults, options.capturable)
     return with_counts(states, options.capturable), new_groups, given
@@ -254,25 +254,22 @@ def _moments(member: Target, saved: State, means: StateTensor | None) -> State:
     return state
 
 
-def _means(engine: Engine, saved: dict[Tensor, State]) -> dict[Tensor, StateTensor]:
-    """The factored second moments of saved states; ranks agree on which to take as they are."""
+def _means(engine: Engine, saved: dict[Tensor, State]) -> dict[Target, StateTensor]:
+    """Factored second moments; those of saved means if these are what their product says."""
     members = [engine.targets[owner] for owner in engine.params if saved.get(owner)]
-    members = [m for m in members if m.codecs["exp_avg_sq"] is FACTORED]
-    found, values, fits = {}, {}, []
-    for member in members:
-        own = _local_part(member.owner, saved[member.owner])
+    found, values, fit = {}, {}, []
+    for m in (m for m in members if m.codecs["exp_avg_sq"] is FACTORED):
+        own = _local_part(m.owner, saved[m.owner])
         given = StateTensor.of_saved(own, "exp_avg_sq")
-        values[member] = given.decode()
-        if given.codec is not FACTORED and MEANS[1] in own:
-            given = StateTensor(FACTORED, *(own[name] for name in MEANS))
-        found[member.owner] = given
-        # Steps of another optimizer would have left them behind.
-        same = given.codec is FACTORED and torch.equal(given.decode(), values[member])
-        fits.append(same)
-    others = [m for m, same in zip(members, on_all_ranks(members, fits), strict=True) if not same]
-    for member, given in encoded({m: state_like(m.param).copy_(values[m]) for m in others}).items():
-        found[member.owner] = given
-    return found
+        found[m], values[m], is_alike = given, given.decode(), given.codec is FACTORED
+        if MEANS[1] in own and not is_alike:
+            # Steps of another optimizer would have left them behind.
+            found[m] = StateTensor(FACTORED, *(own[name] for name in MEANS))
+            is_alike = torch.equal(found[m].decode(), values[m])
+        fit.append(is_alike)
+    agreed = zip(values, on_all_ranks([*values], fit), strict=True)
+    others = [m for m, is_fit in agreed if not is_fit]
+    return found | encoded({m: state_like(m.param).copy_(values[m]) for m in others})
 
 
 @torch.no_grad()

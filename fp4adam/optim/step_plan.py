@@ -19,11 +19,12 @@ from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
 from fp4adam.optim.adam import adam_scalars, grad_factor
 from fp4adam.optim.checks import check_capturable, check_gradient
-from fp4adam.optim.factor_renewal import Means, renewals
+from fp4adam.optim.factor_renewal import Given, renewals
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
 from fp4adam.optim.state_codec import FACTORED, INT8
+from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import LaunchKey, ReadGrad, Target, together
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
@@ -146,7 +147,7 @@ class StepPlan:
             tables.device: tables.signals(grad_scale, clip.get(tables.device), found_inf)
             for tables, _ in self._parts
         }
-        means: dict[Target, Means] = {}
+        means: dict[Target, Given] = {}
         with self._scales_of_others:
             launches = self._launch_all(signals, captures)
             by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
@@ -156,8 +157,8 @@ class StepPlan:
                     member.update(grad, scalars, grad_scale, of_grad)
                 if member.codecs["exp_avg_sq"] is FACTORED:
                     factor = grad_factor(scalars, grad_scale, of_grad)
-                    weights = scalars.beta2, scalars.one_minus_beta2, factor
-                    means[member] = Means.of_step(member, grad, *weights)
+                    own = StateTensor.of(member.tensors, "exp_avg_sq", FACTORED)
+                    means[member] = own, grad, (scalars.beta2, scalars.one_minus_beta2, factor)
             self._after.finish(launches, skipped)
             for renewal in self._renewals:
                 renewal.run(signals, means)

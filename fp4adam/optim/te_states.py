@@ -138,14 +138,10 @@ def _write_state(target: Target, state: State, name: str, value: Tensor) -> None
         adopt_master(target, value)
         return
     plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value)
-    if name != MASTER:
-        codec = target.codecs[name]
-        own = (
-            encoded({target: plain})[target]
-            if codec is FACTORED
-            else StateTensor.encode(codec, plain)
-        )
-        own.store(state, name, target.owner)
+    if name != MASTER and target.codecs[name] is FACTORED:
+        encoded({target: plain})[target].store(state, name, target.owner)
+    elif name != MASTER:
+        StateTensor.encode(target.codecs[name], plain).store(state, name, target.owner)
     elif target.master.codec is INT8:
         # In FP32, as after loading: the weight may not have its codes.
         StateTensor(PLAIN, plain, None).store(state, name, target.owner)

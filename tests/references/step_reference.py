@@ -31,7 +31,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> Tensor:
-    """Update ``step`` by a group, of a float32 value and its moments; returns the gradient's factor."""
+    """Update ``step`` by a group, of a float32 value and its moments; returns the factor."""
     for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
         moments.setdefault(name, torch.zeros_like(value))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -165,7 +165,7 @@ CODECS = {
 
 
 def means(x: Tensor) -> list[Tensor]:
-    """Of a matrix, by row and by column: of pairs, of every 32nd of these sums in turn, of pairs."""
+    """Of a matrix, by row and by column: of pairs, every 32nd of these in turn, then of pairs."""
     found = []
     for each, near in ((x.numpy(), 8), (x.numpy().T, 128)):
         total = np.pad(each, ((0, 0), (0, -each.shape[1] % (32 * near))))
