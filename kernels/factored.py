@@ -146,8 +146,9 @@ def renewal(
     tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
     tiles = torch.cat(tiles).to(table.device)
     given = len(tiles), (table, scalars, tiles, cols), dict(GRAD=grad, LEVELS=levels)
-    columns = Launch(_columns_kernel, len(tiles), (table, scalars, tiles, rows), {}, num_warps=8)
-    return Launch(_strips_kernel, *given), columns
+    strips = Launch(_strips_kernel, *given, num_warps=4 if levels > 3 else 8)
+    given = len(tiles), (table, scalars, tiles, rows), {}
+    return strips, Launch(_columns_kernel, *given, num_warps=8)
 
 
 def sums_launch(n: int, cols: int, levels: int) -> Launch:

@@ -20,11 +20,8 @@ ALL += ["overwrite", "step", "load_whole", "step", "back", "step", "poison", "st
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
-LEFT_OUT |= {
-    "factored": (*LEFT_OUT["8bit"], "flattened"),
-    "zero": ("write_states",),
-    "int8": ("load_whole",),
-}
+LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
+LEFT_OUT |= {"factored": (*LEFT_OUT["8bit"], "flattened")}
 if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
     LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
@@ -80,8 +77,8 @@ ROWS = [
     (3, "root", "delayed", 64, 32),
     *((2, "root", "nvfp4", 64, 32, states) for states in ("from dtype", "fp8", "bf16", "8bit")),
     *((2, "root", "float8block", 64, 32, states) for states in ("amsgrad", "fp16 masters")),
-    (3, "root", "nvfp4", 64, 32, "int8"),
-    (6, "root", "float8block", 7, 32, "int8"),
+    (3, "root", "nvfp4", 64, 32, "factored"),  # from sums over two rows, and over one
+    (6, "root", "float8block", 7, 32, "factored"),
     (3, "root", "float8block", 64, 32, "no masters"),
     (2, "root", "mxfp8", 64, 32, "16-bit rest"),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in ("nvfp4", "float8block")),
@@ -113,7 +110,7 @@ KERNELS = [
     (3, "root", "float8block", 64, 32),  # quantized after the exchange
     (2, "root", "float8", 31, 16),  # kernels step 16 rows, operators 15
     (2, "root", "delayed", 31, 16),
-    (2, "root", "nvfp4", 64, 32, "int8"),
+    (2, "root", "nvfp4", 64, 32, "factored"),
     (2, "root", "mxfp8", 64, 32, "no masters"),
     (2, "parallel", "nvfp4", 64, 32),
 ]
@@ -133,7 +130,7 @@ MORE_VARIANTS = [", prefetched", ", recomputed"]
 TRAINED = [
     *((2, f"sharded{variant}", "nvfp4", 256, 32) for variant in VARIANTS),
     *((2, f"sharded{variant}", "float8block", 48, 32) for variant in VARIANTS),  # cut blocks
-    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "int8")),
+    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "factored")),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
     *((2, "ddp", recipe, 64, 32) for recipe in FORMATS),
@@ -147,7 +144,7 @@ TRAINED = [
     (2, "sharded, kept", "nvfp4", 64, 32, "released"),
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
     (2, "root, grouped", "nvfp4", 64, 32, "offloaded"),
-    (2, "sharded", "nvfp4", 64, 32, "offloaded, released, 8bit"),
+    (2, "sharded", "nvfp4", 64, 32, "offloaded, released, factored"),
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
@@ -164,7 +161,7 @@ RESUMED = [
     (3, "root", "nvfp4", 64, 32),
     (3, "root", "float8block-fp32", 5, 16),
     (2, "parallel", "nvfp4", 256, 64),
-    *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "16-bit rest", "offloaded")),
+    *((2, "root", "nvfp4", 64, 32, s) for s in ("factored", "fp8", "16-bit rest", "offloaded")),
     *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
 ]
 MORE_RESUMED = [
