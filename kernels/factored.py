@@ -1,10 +1,8 @@
 """Second moments that are factored: how a step reads them, and what renews their means after it.
 
-``fp4adam.distributed.row_sums`` and ``fp4adam.optim.state_codec.Factored`` do the same in torch
+``fp4adam.tensors.sums`` and ``fp4adam.optim.state_codec.Factored`` do the same in torch
 operators, in the same order.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -12,7 +10,14 @@ import triton.language as tl
 
 from fp4adam.kernels.adam import SIGNALS, load_scalars
 from fp4adam.kernels.launch.launch import Launch
-from fp4adam.kernels.launch.tensor_table import field, load_tile, pointer, takes_part, tile_start
+from fp4adam.kernels.launch.tensor_table import (
+    TRITON_DTYPES,
+    field,
+    load_tile,
+    pointer,
+    takes_part,
+    tile_start,
+)
 from fp4adam.kernels.launch.tile_lists import tile_grid
 from fp4adam.kernels.tiles.codes import to_float32
 
@@ -136,7 +141,7 @@ def _columns_kernel(grad_scale_ptr, clip_ptr, found_inf_ptr, sums, table, scalar
 
 
 def renewal(
-    grad: Any, tensors: tuple, places: dict[int, int], rows: int, cols: int, levels: int
+    grad: torch.dtype, tensors: tuple, places: dict[int, int], rows: int, cols: int, levels: int
 ) -> tuple[Launch, Launch]:
     """The launches that read gradients of type ``grad``, and the sums over ``rows``.
 
@@ -145,7 +150,7 @@ def renewal(
     (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
     tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
     tiles = torch.cat(tiles).to(table.device)
-    given = len(tiles), (table, scalars, tiles, cols), dict(GRAD=grad, LEVELS=levels)
+    given = len(tiles), (table, scalars, tiles, cols), dict(GRAD=TRITON_DTYPES[grad], LEVELS=levels)
     strips = Launch(_strips_kernel, *given, num_warps=4 if levels > 3 else 8)
     given = len(tiles), (table, scalars, tiles, rows), {}
     return strips, Launch(_columns_kernel, *given, num_warps=8)

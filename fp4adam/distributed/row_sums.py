@@ -1,12 +1,8 @@
 """Sums over rows that ranks share, with the bits of one process on any number of them.
 
-Numbers are added by pairs of neighbours, 2**levels of them, then every 32nd of these sums in turn,
-then by pairs again; ``fp4adam.kernels.factored`` does the same. Shards are whole pairs up to the
-power of two that divides their rows. So a rank adds its rows up to there, and ranks exchange these
-sums, the **nodes**.
+Shards are whole pairs of rows, up to the power of two that divides their rows. So a rank adds its
+rows up to there, in the order of ``tensors.sums``, and ranks exchange these sums, the **nodes**.
 """
-
-import functools
 
 import torch
 import torch.distributed as dist
@@ -15,23 +11,7 @@ from torch import Tensor
 
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.tensors import backend
-
-LEVELS_OF_ROWS, LEVELS_OF_COLUMNS, _LEVELS_OF_TURNS = 7, 3, 5
-
-
-def pairs(x: Tensor, levels: int) -> Tensor:
-    """Sums [n / 2**levels, m], rounded up, over neighbouring rows of ``x`` [n, m]."""
-    x = F.pad(x, (0, 0, 0, -len(x) % 2**levels))
-    for _ in range(levels):
-        x = x[::2] + x[1::2]
-    return x
-
-
-def sums(x: Tensor, levels: int = LEVELS_OF_ROWS) -> Tensor:
-    """Sums [m] over the rows of ``x`` [n, m]."""
-    x, turns = pairs(x, levels), 2**_LEVELS_OF_TURNS
-    x = F.pad(x, (0, 0, 0, -len(x) % turns)).unflatten(0, (-1, turns))
-    return pairs(functools.reduce(torch.add, x.unbind()), _LEVELS_OF_TURNS)[0]
+from fp4adam.tensors.sums import LEVELS_OF_ROWS, sums
 
 
 class RowSums:

@@ -6,18 +6,17 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.row_sums import RowSums, pairs
+from fp4adam.distributed.row_sums import RowSums
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.optim.launch_group import LaunchGroup
 from fp4adam.optim.state_codec import FACTORED
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import Target, together
 from fp4adam.tensors.blocks import round_up
+from fp4adam.tensors.sums import pairs
 
 # Elements of all ranks whose sums exist at a time, or those of one parameter.
 _AT_A_TIME = 2**29
-
-
 # Means that operators renew, from a gradient by weights of old and new ones and a factor of the
 # gradient; without weights from squares.
 Given = tuple[StateTensor, Tensor, tuple]
@@ -27,12 +26,9 @@ class FactorRenewal:
     """Renews the means of parameters of as many rows; every rank that has some calls it."""
 
     def __init__(self, members: list[Target], groups: Sequence[LaunchGroup]) -> None:
-        shards, self._device = ShardInfo.of_rows(members[0].owner), members[0].param.device
-        if shards is not None:
-            self._device = shards.device
-        sizes = (round_up(member.owner.shape[1], 32) for member in members)
-        *places, cols = accumulate(sizes, initial=0)
-        self._rows = members[0].owner.shape[0]
+        shards, self._rows = ShardInfo.of_rows(members[0].owner), members[0].owner.shape[0]
+        self._device = members[0].param.device if shards is None else shards.device
+        *places, cols = accumulate((round_up(m.owner.shape[1], 32) for m in members), initial=0)
         self._sums = RowSums(self._rows, cols, shards, self._device)
         self._by_operators = dict(zip(members, places, strict=True))
         self._launches = []
@@ -41,11 +37,9 @@ class FactorRenewal:
             own = {i: place for i, place in enumerate(found) if place is not None}
             if own:
                 from fp4adam.kernels.factored import renewal
-                from fp4adam.kernels.launch.tensor_table import TRITON_DTYPES
 
-                grad = TRITON_DTYPES[group.key.grad_dtype]
                 given = group.tensors, own, self._rows, cols, self._sums.levels
-                self._launches.append(renewal(grad, *given))
+                self._launches.append(renewal(group.key.grad_dtype, *given))
         one = torch.ones(1, device=self._device)
         with torch.cuda.device_of(one):  # before a step that could not end
             for launch in chain.from_iterable(self._launches) if one.is_cuda else ():
@@ -78,15 +72,14 @@ class FactorRenewal:
 
 def renewals(members: Sequence[Target], groups: Sequence[LaunchGroup]) -> list[FactorRenewal]:
     """Those of all members, in the same order on all ranks."""
-    factored = [m for m in members if m.codecs["exp_avg_sq"] is FACTORED]
-    owners = [m.owner for m in factored]
-    ends = accumulate(owner.numel() for owner in owners)
-    ways = [
-        (m.param.device, o.shape[0], ShardInfo.of_rows(o), end // _AT_A_TIME)
-        for m, o, end in zip(factored, owners, ends, strict=True)
-    ]
-    alike = together(range(len(ways)), ways.__getitem__)
-    return [FactorRenewal([factored[i] for i in part], groups) for part in alike]
+    own = [m for m in members if m.codecs["exp_avg_sq"] is FACTORED]
+    ends = dict(zip(own, accumulate(m.owner.numel() for m in own), strict=True))
+
+    def key(m: Target) -> tuple:
+        of_rows = m.owner.shape[0], ShardInfo.of_rows(m.owner)
+        return m.param.device, *of_rows, ends[m] // _AT_A_TIME
+
+    return [FactorRenewal(alike, groups) for alike in together(own, key)]
 
 
 def encoded(values: Mapping[Target, Tensor]) -> dict[Target, StateTensor]:

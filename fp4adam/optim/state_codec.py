@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4adam.distributed.row_sums import LEVELS_OF_COLUMNS, sums
 from fp4adam.formats.minifloat import e8m0_reciprocal, e8m0_value
+from fp4adam.tensors.sums import LEVELS_OF_COLUMNS, sums
 
 STATE_BLOCK = 32
 

@@ -152,11 +152,13 @@ class StepPlan:
             launches = self._launch_all(signals, captures)
             by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
             for member, grad, row in () if skipped else compress(by_operators, given):
-                scalars, of_grad = self.counter.groups[row].scalars, clip.get(grad.device)
+                scale = None if grad_scale is None else grad_scale.to(grad.device)
+                factors = self.counter.groups[row].scalars, scale, clip.get(grad.device)
+                scalars = factors[0]
                 if grad.numel():
-                    member.update(grad, scalars, grad_scale, of_grad)
+                    member.update(grad, *factors)
                 if member.codecs["exp_avg_sq"] is FACTORED:
-                    factor = grad_factor(scalars, grad_scale, of_grad)
+                    factor = grad_factor(*factors)
                     own = StateTensor.of(member.tensors, "exp_avg_sq", FACTORED)
                     means[member] = own, grad, (scalars.beta2, scalars.one_minus_beta2, factor)
             self._after.finish(launches, skipped)

@@ -293,7 +293,6 @@ class Target:
         stored = value, *(StateTensor(codec, self.tensors[n], s) for (n, codec), s in moments)
         numbers = [each.decode() for each in stored]
         adam_w_mode = self.group["decoupled_weight_decay"]
-        grad_scale = None if grad_scale is None else grad_scale.to(grad.device)
         options = self.max_exp_avg_sq, scalars, adam_w_mode, grad_scale, clip
         adam_(numbers[0], grad, *numbers[1:], *options)
         if not all(each.codec.exact for each in stored) and grad.numel():

@@ -80,7 +80,6 @@ ROWS = [
     (3, "root", "nvfp4", 64, 32, "factored"),  # from sums over two rows, and over one
     (6, "root", "float8block", 7, 32, "factored"),
     (3, "root", "float8block", 64, 32, "no masters"),
-    (2, "root", "mxfp8", 64, 32, "16-bit rest"),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in ("nvfp4", "float8block")),
     (5, "root", "float8block", 5, 16, "any optimizer"),
     (3, "root", "nvfp4", 64, 32, "offloaded"),
@@ -96,7 +95,6 @@ MORE_ROWS = [
     *((2, "root", recipe, 64, 32, s) for recipe in FORMATS[1:] for s in ("from dtype", "int8")),
     *((2, "root", recipe, 64, 32, s) for recipe in FORMATS[1::2] for s in ("amsgrad", "fp8")),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in ("mxfp8", "float8")),
-    *((n, "root", "float8block", 64, 32, "offloaded") for n in (2, 3)),
     *((n, "parallel", recipe, 256, 64) for n in (2, 4) for recipe in ("float8", "mxfp8-rowwise")),
     *((4, "parallel", r, 256, 64) for r in ("nvfp4-rowwise", "nvfp4-gemm", "mxfp8-gemm")),
     *((4, "parallel", r, 256, 64) for r in ("float8block", "float8block-fp32")),
@@ -117,9 +115,7 @@ KERNELS = [
 MORE_KERNELS = [
     *((3, "root", recipe, 64, 32) for recipe in ("mxfp8", "float8", "delayed")),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in FORMATS),
-    (2, "root", "nvfp4", 32, 32, "offloaded"),
     (2, "root", "delayed", 256, 32),
-    (3, "root", "float8", 64, 32, "int8"),
     *((2, "root", "float8block", 256, 32, states) for states in ("int8", "no masters")),
     *((4, "parallel", recipe, 64, 64) for recipe in ("nvfp4-gemm", "mxfp8")),
 ]
@@ -150,9 +146,6 @@ MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
     *((2, f"sharded{v}", "float8", 256, 32) for v in VARIANTS + MORE_VARIANTS),
     *((4, f"hybrid{v}", "nvfp4", 256, 32) for v in MORE_VARIANTS),
-    (4, "hybrid", "nvfp4", 64, 32, "released"),
-    *((2, "root", recipe, 48, 32, "released") for recipe in ("mxfp8", "float8")),
-    *((2, "root", r, 64, 32, "offloaded, released") for r in ("mxfp8", "float8block")),
 ]
 
 
@@ -165,7 +158,6 @@ RESUMED = [
     *((2, "root", "mxfp8", 64, 32, s) for s in ("fp16 masters", "bf16", "no masters")),
 ]
 MORE_RESUMED = [
-    (1, "root", "nvfp4", 64, 32),
     (4, "hybrid", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import step_reference
-from fp4adam.distributed.row_sums import sums
 from fp4adam.optim.state_codec import (
     BFLOAT16,
     E4M3,
@@ -20,6 +19,7 @@ from fp4adam.optim.state_codec import (
     dither_bits,
     dither_origin,
 )
+from fp4adam.tensors.sums import sums
 from helpers import bits_equal
 
 SIGNED = (FLOAT16, E4M3)

@@ -340,15 +340,13 @@ class Cell:
         if options["amsgrad"]:
             self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
 
-    def _keep_means(
-        self, beta2: float, grad: Tensor | None = None, factor: Tensor | None = None
-    ) -> None:
-        if grad is None:
+    def _keep_means(self, beta2: float, *given: Tensor) -> None:
+        if not given:
             kept = means(self.moments["exp_avg_sq"])
         else:
             zero, scales = torch.zeros(1), self.stored.get("exp_avg_sq_scale", torch.zeros(2))
             old = self.stored.get("exp_avg_sq", zero), scales[:-1]
-            new = [x * factor * factor for x in means(grad.float().square())]
+            new = [x * given[1] * given[1] for x in means(given[0].float().square())]
             kept = [x * beta2 + y * (1 - beta2) for x, y in zip(old, new, strict=True)]
         by_row, by_column = kept
         (mean,) = means(by_column[:, None])[1]
