@@ -4,20 +4,15 @@
 operators, in the same order.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fp4adam.kernels.adam import SIGNALS, load_scalars
+from fp4adam.kernels.adam import SIGNALS, load_scalars, step_variant
 from fp4adam.kernels.launch.launch import Launch
-from fp4adam.kernels.launch.tensor_table import (
-    TRITON_DTYPES,
-    field,
-    load_tile,
-    pointer,
-    takes_part,
-    tile_start,
-)
+from fp4adam.kernels.launch.tensor_table import field, load_tile, pointer, takes_part, tile_start
 from fp4adam.kernels.launch.tile_lists import tile_grid
 from fp4adam.kernels.tiles.codes import to_float32
 
@@ -141,16 +136,20 @@ def _columns_kernel(grad_scale_ptr, clip_ptr, found_inf_ptr, sums, table, scalar
 
 
 def renewal(
-    grad: torch.dtype, tensors: tuple, places: dict[int, int], rows: int, cols: int, levels: int
+    key: Any, tensors: tuple, places: dict[int, int], rows: int, cols: int, levels: int
 ) -> tuple[Launch, Launch]:
-    """The launches that read gradients of type ``grad``, and the sums over ``rows``.
+    """The launches that read gradients, and the sums over ``rows``.
 
-    ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some of them, in ``cols`` columns.
+    ``key``, ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some of them, in ``cols`` columns.
     """
     (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
     tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
     tiles = torch.cat(tiles).to(table.device)
-    given = len(tiles), (table, scalars, tiles, cols), dict(GRAD=TRITON_DTYPES[grad], LEVELS=levels)
+    given = (
+        len(tiles),
+        (table, scalars, tiles, cols),
+        dict(GRAD=step_variant(key).grad_dtype, LEVELS=levels),
+    )
     strips = Launch(_strips_kernel, *given, num_warps=4 if levels > 3 else 8)
     given = len(tiles), (table, scalars, tiles, rows), {}
     return strips, Launch(_columns_kernel, *given, num_warps=8)

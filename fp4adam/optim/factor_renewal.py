@@ -39,7 +39,7 @@ class FactorRenewal:
                 from fp4adam.kernels.factored import renewal
 
                 given = group.tensors, own, self._rows, cols, self._sums.levels
-                self._launches.append(renewal(group.key.grad_dtype, *given))
+                self._launches.append(renewal(group.key, *given))
         one = torch.ones(1, device=self._device)
         with torch.cuda.device_of(one):  # before a step that could not end
             for launch in chain.from_iterable(self._launches) if one.is_cuda else ():
