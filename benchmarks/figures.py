@@ -65,7 +65,7 @@ def figures_of_steps() -> Figures:
         cells = (f"{ms:.2f}", f"{100 * share:.0f} %", f"{nbytes:.1f}")
         yield "README.md", " | ".join([title, *(f"{bold}{x}{bold}" for x in cells)])
     factored = step.get("ms", "FP4Adam, NVFP4 rowwise, factored second moments")
-    yield "README.md", f"factored ones {factored:.1f}, and"
+    yield "README.md", f"factored ones {factored:.1f}."
     names = ("NVFP4 rowwise, 8-bit states", "NVFP4 rowwise")
     times = (step.get("ms", f"FP4Adam, {name}") for name in names)
     yield (

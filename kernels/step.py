@@ -27,7 +27,7 @@ from fp4adam.kernels.adam import (
     with_scales,
 )
 from fp4adam.kernels.amax_preview import PreviewedLaunch, report_amax
-from fp4adam.kernels.factored import load_factors, renewal
+from fp4adam.kernels.factored import load_factors
 from fp4adam.kernels.format import Format, Part, amax_of_blocks, encode, format_of, split_off
 from fp4adam.kernels.launch.launch import Launch, compute_capability
 from fp4adam.kernels.launch.tensor_table import (
@@ -474,7 +474,6 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
     variant = variant._replace(lanes=lanes_of(F, variant))
     tiles, ends = tiles_of(shapes, F, *forms(F, variant, 90))
     tiles = tiles.to(table.device)
-    after = renewal(variant, tensors)
     updates, rest = [], variant
     if has_scales(*variant.codecs) and not starts_from_codes(variant.value_codec):
         # By launches of their own, and the pass reads the new masters: codecs with scales and a
@@ -508,7 +507,7 @@ def StepLaunch(key: Any, tensors: tuple) -> adam.StepLaunch:
             )
             options = dict(num_warps=form.num_warps, maxnreg=form.registers)
             made.append(Launch(step_kernel, last - first, given, constexprs, **options))
-        return made + after
+        return made
 
     if amax == "preview":
         known = table, scalars, tiles, torch.tensor(slots, dtype=torch.int32, device=table.device)

@@ -38,7 +38,9 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(param.shape, param.stride(), value.dtype)
+    n = value.dim()  # fewer of a vector by row
+    stride = param.stride() if n == param.dim() else value.stride()
+    meta = TensorMeta(param.shape[:n], stride, value.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     # from_local() would communicate to learn the global shape of uneven shards.
     return DTensor(value, spec, requires_grad=False)
@@ -50,7 +52,7 @@ def sharded_dims(tensor: Tensor) -> list[int]:
     return [dim for dim, place in enumerate(placements) if not place.is_replicate()]
 
 
-def _rows_dim(tensor: Tensor) -> int | None:
+def rows_dim(tensor: Tensor) -> int | None:
     """The mesh dimension that rows are divided along; None unless nothing else is divided."""
     sharded = sharded_dims(tensor)
     if len(sharded) != 1:
@@ -67,7 +69,7 @@ def first_element(param: Tensor) -> int:
     0 unless the parameter is sharded once and along its first dimension: the elements of any other
     shard are not contiguous.
     """
-    dim = _rows_dim(param)
+    dim = rows_dim(param)
     if dim is None:
         return 0
     mesh, rows = param.device_mesh, param.shape[0]
@@ -79,7 +81,7 @@ def shard_size(tensor: Tensor) -> int | None:
     """Rows of all shards but the last ones, of another package's tensor; None if not sharded."""
     if not sharded_dims(tensor):
         return None
-    dim = _rows_dim(tensor)
+    dim = rows_dim(tensor)
     if dim is None:
         raise NotImplementedError(
             "quantized parameters of other packages must be replicated, or sharded by fully_shard "
@@ -116,7 +118,8 @@ def part_for(param: Tensor, value: Tensor) -> Tensor:
                 "full_tensor() on every rank"
             )
         value = value._local_tensor
-    if not is_dtensor(param) or value.shape != param.shape:
+    n = value.dim()
+    if not (is_dtensor(param) and n and value.shape == param.shape[:n]):
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4adam.distributed.dtensor import sharded_dims
+from fp4adam.distributed.dtensor import rows_dim, sharded_dims
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.storage import GlobalSpec
 
@@ -44,6 +44,12 @@ class ShardInfo(NamedTuple):
     def in_mesh(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":
         """The shard of this rank along a one-dimensional mesh."""
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), mesh.device_type)
+
+    @classmethod
+    def of_rows(cls, param: Tensor) -> "ShardInfo | None":
+        """The shard of a parameter whose rows are divided; None if it is whole."""
+        dim = rows_dim(param)
+        return None if dim is None else cls.in_mesh(param.device_mesh, dim)
 
     @classmethod
     def in_parallel(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":

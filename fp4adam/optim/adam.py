@@ -78,6 +78,14 @@ def adam_scalars(group: Mapping[str, Any], step: float) -> Scalars:
     )
 
 
+def grad_factor(scalars: Scalars, grad_scale: Tensor | None, clip: Tensor | None) -> float | Tensor:
+    """What gradients are multiplied by: float32 [1] tensors divide and multiply them, or None."""
+    factor = scalars.grad_factor
+    if grad_scale is not None:
+        factor = grad_scale.reshape(()).reciprocal() * factor
+    return factor if clip is None else clip.reshape(()) * factor
+
+
 def adam_(
     value: Tensor,
     grad: Tensor,
@@ -88,24 +96,17 @@ def adam_(
     adam_w_mode: bool,
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """Update ``value`` and the moments, float32 (float64 for float64 parameters), in place.
 
     16-bit values are widened and rounded back. ``adam_w_mode``: Whether decay shrinks the value
-    (AdamW) or is added to the gradient (L2). ``grad_scale``, ``clip``: float32 one-element tensors
-    that divide the gradient, and multiply it after that, or None. Returns the gradient as it
-    is taken.
+    (AdamW) or is added to the gradient (L2). ``grad_scale``, ``clip``: As for :func:`grad_factor`.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
     s, dtype = scalars, exp_avg.dtype
     p, g = value.to(dtype), grad.to(dtype)
-    factor = s.grad_factor
-    if grad_scale is not None:
-        factor = grad_scale.reshape(()).reciprocal() * factor
-    if clip is not None:
-        factor = clip.reshape(()) * factor
-    g = g * factor
+    g = g * grad_factor(s, grad_scale, clip)
     if not adam_w_mode and s.decay != 0:  # Infinite values times zero decay would be NaN.
         g = g + p * s.decay
 
@@ -125,4 +126,3 @@ def adam_(
         if adam_w_mode:
             p = p * s.decay
         value.copy_(p - exp_avg * s.step_size / denominator)
-    return g

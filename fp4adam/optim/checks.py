@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import is_dtensor, local
+from fp4adam.distributed.dtensor import is_dtensor, local, sharded_dims
 from fp4adam.distributed.scale_exchange import ShardInfo
 from fp4adam.formats.scale_groups import ScaleGroup
 from fp4adam.interop.adapter import adapter_of, is_foreign
@@ -96,11 +96,14 @@ def check_param(options: Options, param: Tensor) -> None:
             "its scales from values that exist on the device only between launches, and a CUDA "
             f"graph would replay the step with the scalars of its capture; {CAPTURE_AROUND}"
         )
-    if options.exp_avg_sq_dtype == "factored" and is_dtensor(param) and is_quantized(own):
-        raise NotImplementedError(
-            "exp_avg_sq_dtype must not be 'factored' for sharded parameters, got it for "
-            f"{tuple(param.shape)}: means by column take the rows of all ranks; pass states='8bit'"
-        )
+    if options.exp_avg_sq_dtype == "factored" and is_factored(param) and sharded_dims(param):
+        spec = getattr(own, "global_spec", None)
+        if spec is None or spec.is_parallel or ShardInfo.of_rows(param) is None:
+            raise NotImplementedError(
+                "weights must be replicated, or quantized by this package and sharded by "
+                "fully_shard alone, to have factored second moments, got one of shape "
+                f"{tuple(param.shape)} with placements {param.placements}; pass states='8bit'"
+            )
     if is_quantized(own) and not options.master_weights:
         _check_needs_no_master(own)
     if param.is_complex():

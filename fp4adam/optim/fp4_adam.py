@@ -52,7 +52,7 @@ class FP4Adam(FusedAdam):
     Raises:
         NotImplementedError: For ``capturable=True`` with quantized parameters, for DTensors of
             other packages' tensors that ``fully_shard`` has not made, and for factored second
-            moments of quantized DTensors.
+            moments of shards that ``fully_shard`` alone has not made, or of other packages.
         TypeError: If a parameter is of another package's class without an adapter, or
             ``scale_groups`` is neither lists nor a rule.
         ValueError: For ``master_weights=False`` with weights in other formats, an unknown

@@ -20,7 +20,8 @@ _shape_and_device = attrgetter("shape", "device")
 class LaunchGroup:
     """The parameters of one launch, all with the same ``launch_key``."""
 
-    launch: Any  # StepLaunch; set once the tables exist
+    tensors: tuple  # of a StepLaunch; set once the tables exist
+    launch: Any
 
     def __init__(self, key: LaunchKey, members: list[Target], read_grad: ReadGrad) -> None:
         self.key = key
@@ -108,8 +109,8 @@ def make_launches(
     parts = tables.table.split([len(part) for part in rows])
     for group, part in zip(groups, parts, strict=True):
         module = plain_step if group.key.quantizer is None else step
-        tensors = group.shapes, group.slots, part, tables.scalars
-        group.launch = module.StepLaunch(group.key, tensors)
+        group.tensors = group.shapes, group.slots, part, tables.scalars
+        group.launch = module.StepLaunch(group.key, group.tensors)
     if device.type == "cuda":
         signals = tables.signals(None, None, None)
         with torch.cuda.device(device):

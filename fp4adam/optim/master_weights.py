@@ -83,7 +83,7 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
     settle_written(sharded_weights(p.owner for p in peers))
     answers = [p.stands(state) for p, state in zip(peers, states, strict=True)]
     answers += [give_bytes and all(map(_has_bytes, peers, states)), are_left]
-    answers = _on_all_ranks(peers, answers)
+    answers = on_all_ranks(peers, answers)
     *stand, have_bytes, are_left = answers
     # If the model is loaded later, plain values of these masters get their bytes.
     is_apart = are_left or give_bytes and not any(stand)
@@ -93,7 +93,7 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
         quantize(peers, masters, written)
     if is_apart:
         same = [p.param.has_bytes_of(left) for p, left in zip(peers, written, strict=True)]
-        for i, is_same in enumerate(_on_all_ranks(peers, same)):
+        for i, is_same in enumerate(on_all_ranks(peers, same)):
             if not is_same:
                 peers[i].param._shared.left = written[i]
                 stand[i] = stand[i] and None
@@ -103,7 +103,7 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
     return stand
 
 
-def _on_all_ranks(peers: Sequence[Target], answers: list[bool]) -> list[bool]:
+def on_all_ranks(peers: Sequence[Target], answers: list[bool]) -> list[bool]:
     """Which answers are yes on every rank that has a shard; all of these have to call it."""
     groups = dict.fromkeys(
         g for p in peers if is_dtensor(p.owner) for g in sharding_groups(p.owner)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4adam.formats.minifloat import e8m0_reciprocal, e8m0_value
+from fp4adam.tensors.sums import LEVELS_OF_COLUMNS, sums
 
 STATE_BLOCK = 32
 
@@ -244,11 +245,6 @@ class Factored(StateCodec):
 
     scaled, scale_dtype = True, torch.float32
 
-    def encode(self, x: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        codes, scales = self.zeros_like(x)
-        self.update_(codes, scales, x)
-        return codes, scales
-
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         return (codes * scales[-1])[:, None] * scales[:-1]
 
@@ -259,25 +255,26 @@ class Factored(StateCodec):
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=param.device)
         return tuple(map(zeros, self.shapes(param.shape)))
 
-    def update_(self, codes: Tensor, scales: Tensor, x: Tensor, *shares: float) -> None:
-        """Average the means with those of ``x`` [n, m]; ``shares``: of both, or 0 and 1."""
-        by_column, (old, new) = scales[:-1], shares or (0.0, 1.0)
-        codes.mul_(old).add_(_means(x) * new)
-        by_column.mul_(old).add_(_means(x.T) * new)
-        mean = _means(by_column[None])
+    def add_rows(self, codes: Tensor, x: Tensor, *weights: Any) -> None:
+        """Renew the means by row with squares ``x`` [n, m]; ``weights``: see :func:`_renew`."""
+        _renew(codes, sums(x.T, LEVELS_OF_COLUMNS), x.shape[1], *weights)
+
+    def add_columns(self, scales: Tensor, of_rows: Tensor, n: int, *weights: Any) -> None:
+        """Renew the means by column, and the number, with sums [m] over n rows of squares."""
+        by_column, mean = scales[:-1], scales[-1:]
+        _renew(by_column, of_rows, n, *weights)
+        _renew(mean.zero_(), sums(by_column[:, None]), len(by_column))
         # No mean that is not finite stands for anything, and below normal ones there is nothing.
         inverse = (mean + (mean - mean)).reciprocal()
-        scales[-1:] = inverse.masked_fill(mean < torch.finfo(mean.dtype).tiny, 0.0)
+        mean.copy_(inverse.masked_fill(mean < torch.finfo(mean.dtype).tiny, 0.0))
 
 
-def _means(x: Tensor) -> Tensor:
-    """Means [n] of rows [n, m]: sums of every 256th number in turn, then of pairs of neighbours."""
-    count = torch.full_like(x[:, 0], x.shape[1])  # by a number, CUDA multiplies
-    turns = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).unbind(1)
-    x = functools.reduce(torch.add, turns)
-    while x.shape[1] > 1:
-        x = x[:, ::2] + x[:, 1::2]
-    return x[:, 0] / count
+def _renew(
+    means: Tensor, sums: Tensor, n: int, old: float = 0.0, new: float = 1.0, factor: Any = 1.0
+) -> None:
+    """Average means and those of n squares each of what ``factor`` multiplies, by weights."""
+    found = sums / torch.full_like(sums, n)  # by a number, CUDA multiplies
+    means.mul_(old).add_(found * factor * factor * new)
 
 
 FLOAT32 = StateCodec("float32", torch.float32, exact=True)

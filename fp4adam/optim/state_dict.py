@@ -17,8 +17,9 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, part_for
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
+from fp4adam.optim.factor_renewal import encoded
 from fp4adam.optim.hyper_parameters import check_numbers, is_on_device
-from fp4adam.optim.master_weights import adopt, find_stale, warn_of_restarts
+from fp4adam.optim.master_weights import adopt, find_stale, on_all_ranks, warn_of_restarts
 from fp4adam.optim.masters import DIGEST, ENTRIES, MASTER, REST
 from fp4adam.optim.remainder import complete, digest
 from fp4adam.optim.state_codec import (
@@ -36,10 +37,10 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
 # Codes and scales of an ``exp_avg_sq`` that is their product.
-FACTORS = "exp_avg_sq_factors"
+MEANS = ("exp_avg_sq_rows", "exp_avg_sq_columns")
 # The tensors of a state, beside its count.
 TENSOR_NAMES = (
-    *(n for state in STATE_NAMES for n in (state, SCALES[state])), FACTORS, REST, DIGEST
+    *(n for state in STATE_NAMES for n in (state, SCALES[state])), *MEANS, REST, DIGEST
 )  # fmt: skip
 
 Groups = list[dict[str, Any]]
@@ -135,7 +136,7 @@ def saved_state(
             stored = StateTensor.of(saved, name, codec)
             StateTensor(PLAIN, stored.decode(), None).store(saved, name, member.owner)
             if codec is FACTORED:
-                saved[FACTORS] = torch.cat(stored[1:])
+                saved[MEANS[0]], saved[MEANS[1]] = like(member.owner, stored.codes), stored.scales
     saved |= member.master.saved(state, compact, as_te)
     known = [name for name in ("step", *TENSOR_NAMES) if name in saved]
     return {name: saved[name] for name in (*known, *sorted(saved.keys() - {*known}))}
@@ -176,14 +177,15 @@ def loaded(
             new.setdefault("param_names", group["param_names"])
     states: dict[Any, Any] = {}
     given: dict[Tensor, State] = {}
+    means = _means(engine, {o: state_dict["state"][k] for k, o in owners.items()})
     for key, saved in state_dict["state"].items():
         owner = owners.get(key, key)
         states[owner] = saved
         if key in owners and isinstance(saved, dict):
             given[owner] = saved
             others = {n: x for n, x in saved.items() if n not in TENSOR_NAMES}
-            state = engine.placed(owner, _moments(engine.targets[owner], saved))
-            states[owner] = {**others, **state}
+            state = _moments(engine.targets[owner], saved, means.get(engine.targets[owner]))
+            states[owner] = {**others, **engine.placed(owner, state)}
     complete_groups(new_groups, defaults, options.capturable)
     return with_counts(states, options.capturable), new_groups, given
 
@@ -241,19 +243,33 @@ def with_steps(state_dict: dict[str, Any], unused: dict[Any, tuple[str, ...]]) -
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _moments(member: Target, saved: State) -> State:
+def _moments(member: Target, saved: State, means: StateTensor | None) -> State:
     owner, param = member.owner, member.param
     saved, state = _local_part(owner, saved), {}
     for name in STATE_NAMES[:-1]:
         if name in saved:
             codec = member.codecs.get(name, FLOAT32)  # the maximum is never narrow
-            given = StateTensor.of_saved(saved, name)
-            if codec is FACTORED and given.scales is None and FACTORS in saved:
-                # Steps of another optimizer would have left them behind.
-                factors = StateTensor(FACTORED, *saved[FACTORS].tensor_split([len(param)]))
-                given = factors if torch.equal(factors.decode(), given.codes) else given
+            given = means if codec is FACTORED else StateTensor.of_saved(saved, name)
             restored(given, codec, param).store(state, name, owner)
     return state
+
+
+def _means(engine: Engine, saved: dict[Tensor, State]) -> dict[Target, StateTensor]:
+    """Factored second moments; those of saved means if these are what their product says."""
+    members = [engine.targets[owner] for owner in engine.params if saved.get(owner)]
+    found, values, fit = {}, {}, []
+    for m in (m for m in members if m.codecs["exp_avg_sq"] is FACTORED):
+        own = _local_part(m.owner, saved[m.owner])
+        given = StateTensor.of_saved(own, "exp_avg_sq")
+        found[m], values[m], is_alike = given, given.decode(), given.codec is FACTORED
+        if MEANS[1] in own and not is_alike:
+            # Steps of another optimizer would have left them behind.
+            found[m] = StateTensor(FACTORED, *(own[name] for name in MEANS))
+            is_alike = torch.equal(found[m].decode(), values[m])
+        fit.append(is_alike)
+    agreed = zip(values, on_all_ranks([*values], fit), strict=True)
+    others = [m for m, is_fit in agreed if not is_fit]
+    return found | encoded({m: state_like(m.param).copy_(values[m]) for m in others})
 
 
 @torch.no_grad()
@@ -337,11 +353,15 @@ def _local_part(owner: Tensor, saved: State) -> State:
         parts = {n: part_for(owner, value) for n, value in saved.items() if isinstance(value, kind)}
         return saved | parts
     # The saved scales are those of the whole tensor, so decode before cutting.
-    numbers = {n: StateTensor.of_saved(saved, n).decode() for n in STATE_NAMES if n in saved}
+    given = {n: StateTensor.of_saved(saved, n) for n in STATE_NAMES if n in saved}
+    numbers = {n: each.decode() for n, each in given.items()}
+    if (means := given.get("exp_avg_sq")) and means.codec is FACTORED:
+        numbers |= dict(zip(MEANS, means[1:], strict=True))
+    whole = ("step", MEANS[1])
     return {
-        name: part_for(owner, value) if isinstance(value, Tensor) and name != "step" else value
+        name: part_for(owner, value) if isinstance(value, Tensor) and name not in whole else value
         for name, value in {**saved, **numbers}.items()
-        if name not in (FACTORS, *SCALES.values())
+        if name not in SCALES.values()
     }
 
 

@@ -42,7 +42,7 @@ class StateTensor(NamedTuple):
 
     def store(self, state: dict[str, Any], name: str, owner: Tensor) -> None:
         """Put it into a state under ``name``; as a DTensor if its parameter ``owner`` is one."""
-        state[name] = like(owner, self.codes)
+        state[name] = self.codes if self.codec is FACTORED else like(owner, self.codes)
         state.pop(SCALES[name], None)
         if self.scales is not None:  # in each rank's memory order: no DTensor
             state[SCALES[name]] = self.scales
@@ -58,8 +58,8 @@ class StateTensor(NamedTuple):
 
     def replace(self, x: Tensor, dither: Tensor) -> None:
         """Encode float32 values in place; ``dither``: int32 [n] in memory order."""
-        if self.codec.exact:
-            return  # they are the codes
+        if self.codec.exact or self.codec is FACTORED:
+            return  # they are the codes, or renewed when the step is done
         codes, scales = self.codec.encode(_flat(x), dither)
         self.codes.copy_(_like(self.codes, codes))
         if self.codec is REMAINDER:
@@ -72,8 +72,6 @@ class StateTensor(NamedTuple):
         """Round each value of a dense float32 tensor to the nearest code."""
         if codec.exact:
             return cls(codec, x, None)
-        if codec is FACTORED:
-            return cls(codec, *codec.encode(x))
         codes, scales = codec.encode(_flat(x))
         return cls(codec, _like(x, codes), scales)
 

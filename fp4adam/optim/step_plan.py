@@ -17,12 +17,14 @@ from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor, local
 from fp4adam.interop.borrowed_tensor import ScaleWriteback, source_columns
-from fp4adam.optim.adam import adam_scalars
+from fp4adam.optim.adam import adam_scalars, grad_factor
 from fp4adam.optim.checks import check_capturable, check_gradient
+from fp4adam.optim.factor_renewal import Given, renewals
 from fp4adam.optim.launch_group import LaunchGroup, make_launches
 from fp4adam.optim.options import Options
 from fp4adam.optim.quantize_after_step import QuantizeAfterStep, quantized_after_step
-from fp4adam.optim.state_codec import INT8
+from fp4adam.optim.state_codec import FACTORED, INT8
+from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.step_counter import DeviceCounter, StepCounter, hyper_groups
 from fp4adam.optim.target import LaunchKey, ReadGrad, Target, together
 from fp4adam.optim.update_bound import measured_ratio, ratio_after
@@ -74,6 +76,7 @@ class StepPlan:
         self._groups = [group for _, groups in self._parts for group in groups]
         self.members = [m for group in self._groups for m in group.members] + self._by_operators
         self._after = QuantizeAfterStep(members, self._groups, read_grad)
+        self._renewals = renewals(members, self._groups)
         # Where nothing can be written again, other ranks or int8 masters rely on the bounds of the
         # previews. So these look at everything after any foreign write to a state.
         bounded = [
@@ -136,29 +139,38 @@ class StepPlan:
             return
         # If the step is interrupted, parameters are compared with their masters.
         self._fingerprint.invalidate()
-        given = [grad is not None and grad.numel() > 0 for grad in grads]
+        # Means by column are of all ranks, also of those that have no rows.
+        given = [grad is not None and (self._renewals or grad.numel()) for grad in grads]
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
         self.counter.advance(found_inf)
+        signals = {
+            tables.device: tables.signals(grad_scale, clip.get(tables.device), found_inf)
+            for tables, _ in self._parts
+        }
+        means: dict[Target, Given] = {}
         with self._scales_of_others:
-            launches = self._launch_all(grad_scale, clip, found_inf, captures)
+            launches = self._launch_all(signals, captures)
             by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
             for member, grad, row in () if skipped else compress(by_operators, given):
-                scalars = self.counter.groups[row].scalars
-                member.update(grad, scalars, grad_scale, clip.get(grad.device))
+                scale = None if grad_scale is None else grad_scale.to(grad.device)
+                factors = self.counter.groups[row].scalars, scale, clip.get(grad.device)
+                scalars = factors[0]
+                if grad.numel():
+                    member.update(grad, *factors)
+                if member.codecs["exp_avg_sq"] is FACTORED:
+                    factor = grad_factor(*factors)
+                    own = StateTensor.of(member.tensors, "exp_avg_sq", FACTORED)
+                    means[member] = own, grad, (scalars.beta2, scalars.one_minus_beta2, factor)
             self._after.finish(launches, skipped)
+            for renewal in self._renewals:
+                renewal.run(signals, means)
         # Kernel writes do not raise versions, which autograd and other observers rely on.
         loose = chain.from_iterable(_versioned(m.param) for m in self._loose)
         torch.autograd.graph.increment_version([*self._written, *loose])
         self._fingerprint.record()
         self.has_run = True
 
-    def _launch_all(
-        self,
-        grad_scale: Tensor | None,
-        clip: dict[torch.device, Tensor],
-        found_inf: Tensor | None,
-        captures: bool,
-    ) -> list[tuple]:
+    def _launch_all(self, signals: dict[torch.device, tuple], captures: bool) -> list[tuple]:
         """Launch the kernels; returns those that wait for other ranks, with their signals."""
         launches: list[tuple] = []
         if not self._parts:
@@ -167,15 +179,15 @@ class StepPlan:
         for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
+            given = signals[tables.device]
             with torch.cuda.device_of(tables.table):
-                signals = tables.signals(grad_scale, clip.get(tables.device), found_inf)
-                self.counter.launch(i, tables, signals[2])
+                self.counter.launch(i, tables, given[2])
                 for group in groups:
                     if group.key.groups:
-                        group.launch.prepare(*signals)
-                        launches.append((group.launch, signals))
+                        group.launch.prepare(*given)
+                        launches.append((group.launch, given))
                     else:
-                        group.launch(*signals)
+                        group.launch(*given)
         return launches
 
     def _regroup(self, grads_for_operators: list[Tensor | None]) -> None:

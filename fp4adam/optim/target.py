@@ -31,7 +31,6 @@ from fp4adam.optim.options import Options
 from fp4adam.optim.remainder import split_off
 from fp4adam.optim.state_codec import (
     CODES,
-    FACTORED,
     INT8,
     PLAIN,
     STATE_BLOCK,
@@ -117,7 +116,7 @@ class Target:
         self._type = type(self._source), self._source.dtype
         self.param = self._source if param is None else param
         self.master = strategy(owner, self.param, options)
-        self.codecs = options.codecs(self.param.dtype, is_factored(self.param))
+        self.codecs = options.codecs(self.param.dtype, is_factored(owner))
         del self.codecs[MASTER]
         self.step_codecs = self.master.codec, *self.codecs.values()
         # A step decodes the weight, as nothing else has its value.
@@ -294,17 +293,12 @@ class Target:
         stored = value, *(StateTensor(codec, self.tensors[n], s) for (n, codec), s in moments)
         numbers = [each.decode() for each in stored]
         adam_w_mode = self.group["decoupled_weight_decay"]
-        grad_scale = None if grad_scale is None else grad_scale.to(grad.device)
         options = self.max_exp_avg_sq, scalars, adam_w_mode, grad_scale, clip
-        given = adam_(numbers[0], grad, *numbers[1:], *options)
+        adam_(numbers[0], grad, *numbers[1:], *options)
         if not all(each.codec.exact for each in stored) and grad.numel():
             dither = dither_bits(self.dither_start, grad.numel(), scalars.dither_step, grad.device)
             for each, x, bits in zip(stored, numbers, dither, strict=True):
-                if each.codec is FACTORED:
-                    shares = scalars.beta2, scalars.one_minus_beta2
-                    FACTORED.update_(*each[1:], given * given, *shares)
-                else:
-                    each.replace(x, bits)
+                each.replace(x, bits)
         if self._is_written and self.updates:
             self.hold_master(value.codes)
             if not self.quantized_after_step:

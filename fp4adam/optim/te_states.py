@@ -8,8 +8,9 @@ from torch import Tensor
 from fp4adam.distributed.dtensor import local
 from fp4adam.optim import checks
 from fp4adam.optim.engine import Engine
+from fp4adam.optim.factor_renewal import encoded
 from fp4adam.optim.masters import MASTER, REST
-from fp4adam.optim.state_codec import INT8, PLAIN
+from fp4adam.optim.state_codec import FACTORED, INT8, PLAIN
 from fp4adam.optim.state_dict import adopt_master
 from fp4adam.optim.state_tensor import StateTensor
 from fp4adam.optim.target import State, Target, is_own_master
@@ -138,7 +139,9 @@ def _write_state(target: Target, state: State, name: str, value: Tensor) -> None
         adopt_master(target, value)
         return
     plain = torch.empty_like(target.param, dtype=value.dtype).copy_(value)
-    if name != MASTER:
+    if name != MASTER and target.codecs[name] is FACTORED:
+        encoded({target: plain})[target].store(state, name, target.owner)
+    elif name != MASTER:
         StateTensor.encode(target.codecs[name], plain).store(state, name, target.owner)
     elif target.master.codec is INT8:
         # In FP32, as after loading: the weight may not have its codes.

@@ -21,6 +21,7 @@ LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
 LEFT_OUT |= {"delayed": OF_VALUES, "8bit": (*OF_VALUES, "write_states")}
 LEFT_OUT |= {"zero": ("write_states",), "int8": ("load_whole",)}
+LEFT_OUT |= {"factored": (*LEFT_OUT["8bit"], "flattened")}
 if torch.cuda.device_count() > 1:  # torch takes whole states only for states on one device
     LEFT_OUT |= {"offloaded": ("load_whole", "whole, from rank 0")}
 TRAIN = ["train", "gather", "train", "write_states", "train", "train"]
@@ -76,10 +77,9 @@ ROWS = [
     (3, "root", "delayed", 64, 32),
     *((2, "root", "nvfp4", 64, 32, states) for states in ("from dtype", "fp8", "bf16", "8bit")),
     *((2, "root", "float8block", 64, 32, states) for states in ("fp16 masters", "amsgrad")),
-    (3, "root", "nvfp4", 64, 32, "int8"),
-    (6, "root", "float8block", 7, 32, "int8"),
+    (3, "root", "nvfp4", 64, 32, "factored"),  # from sums over two rows, and over one
+    (6, "root", "float8block", 7, 32, "factored"),
     (3, "root", "float8block", 64, 32, "no masters"),
-    (2, "root", "mxfp8", 64, 32, "16-bit rest"),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in ("nvfp4", "float8block")),
     (5, "root", "float8block", 5, 16, "any optimizer"),
     (3, "root", "nvfp4", 64, 32, "offloaded"),
@@ -95,7 +95,6 @@ MORE_ROWS = [
     *((2, "root", recipe, 64, 32, s) for recipe in FORMATS[1:] for s in ("from dtype", "int8")),
     *((2, "root", recipe, 64, 32, s) for recipe in FORMATS[1::2] for s in ("amsgrad", "fp8")),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in ("mxfp8", "float8")),
-    *((n, "root", "float8block", 64, 32, "offloaded") for n in (2, 3)),
     *((n, "parallel", recipe, 256, 64) for n in (2, 4) for recipe in ("float8", "mxfp8-rowwise")),
     *((4, "parallel", r, 256, 64) for r in ("nvfp4-rowwise", "nvfp4-gemm", "mxfp8-gemm")),
     *((4, "parallel", r, 256, 64) for r in ("float8block", "float8block-fp32")),
@@ -109,16 +108,14 @@ KERNELS = [
     (3, "root", "float8block", 64, 32),  # quantized after the exchange
     (2, "root", "float8", 31, 16),  # kernels step 16 rows, operators 15
     (2, "root", "delayed", 31, 16),
-    (2, "root", "nvfp4", 64, 32, "int8"),
+    (2, "root", "nvfp4", 64, 32, "factored"),
     (2, "root", "mxfp8", 64, 32, "no masters"),
     (2, "parallel", "nvfp4", 64, 32),
 ]
 MORE_KERNELS = [
     *((3, "root", recipe, 64, 32) for recipe in ("mxfp8", "float8", "delayed")),
     *((3, "root", recipe, 64, 32, "any optimizer") for recipe in FORMATS),
-    (2, "root", "nvfp4", 32, 32, "offloaded"),
     (2, "root", "delayed", 256, 32),
-    (3, "root", "float8", 64, 32, "int8"),
     *((2, "root", "float8block", 256, 32, states) for states in ("int8", "no masters")),
     *((4, "parallel", recipe, 64, 64) for recipe in ("nvfp4-gemm", "mxfp8")),
 ]
@@ -129,7 +126,7 @@ MORE_VARIANTS = [", prefetched", ", recomputed"]
 TRAINED = [
     *((2, f"sharded{variant}", "nvfp4", 256, 32) for variant in VARIANTS),
     *((2, f"sharded{variant}", "float8block", 48, 32) for variant in VARIANTS),  # cut blocks
-    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "int8")),
+    *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "factored")),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
     *((2, "sharded", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm")),
     *((2, "ddp", recipe, 64, 32) for recipe in FORMATS),
@@ -143,16 +140,13 @@ TRAINED = [
     (2, "sharded, kept", "nvfp4", 64, 32, "released"),
     *((2, "root", recipe, 48, 32, "released") for recipe in ("nvfp4", "float8block")),
     (2, "root, grouped", "nvfp4", 64, 32, "offloaded"),
-    (2, "sharded", "nvfp4", 64, 32, "offloaded, released, 8bit"),
+    (2, "sharded", "nvfp4", 64, 32, "offloaded, released, factored"),
     *((2, layout, "mxfp4", 64, 32) for layout in ("ddp", "sharded")),
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
     *((2, f"sharded{v}", "float8", 256, 32) for v in VARIANTS + MORE_VARIANTS),
     *((4, f"hybrid{v}", "nvfp4", 256, 32) for v in MORE_VARIANTS),
-    (4, "hybrid", "nvfp4", 64, 32, "released"),
-    *((2, "root", recipe, 48, 32, "released") for recipe in ("mxfp8", "float8")),
-    *((2, "root", r, 64, 32, "offloaded, released") for r in ("mxfp8", "float8block")),
 ]
 
 
@@ -160,13 +154,12 @@ MORE_TRAINED = [
 RESUMED = [
     (3, "root", "nvfp4", 64, 32),
     (3, "root", "float8block-fp32", 5, 16),
-    *((2, "root", "nvfp4", 64, 32, s) for s in ("8bit", "fp8", "offloaded", "16-bit rest")),
+    *((2, "root", "nvfp4", 64, 32, s) for s in ("factored", "fp8", "offloaded", "16-bit rest")),
     *((2, "root", "mxfp8", 64, 32, s) for s in ("no masters", "bf16", "fp16 masters")),
     (2, "root", "mxfp4", 64, 32),
     (2, "parallel", "nvfp4", 256, 64),
 ]
 MORE_RESUMED = [
-    (1, "root", "nvfp4", 64, 32),
     (4, "hybrid", "nvfp4", 64, 32),
     (4, "parallel", "nvfp4", 64, 32),
     *((3, "root", recipe, 64, 32) for recipe in FORMATS[1:]),

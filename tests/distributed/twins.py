@@ -81,6 +81,7 @@ STATES: dict[str, dict[str, Any]] = {
     "16-bit rest": {"store_param_remainders": True},
     "int8": {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16},
     "8bit": {"states": "8bit"},
+    "factored": {"states": "factored"},
     "no masters": {"master_weights": False, "exp_avg_dtype": torch.bfloat16},
     "offloaded": {"offload_states": True},
     "released": {"releases": True},

@@ -35,7 +35,7 @@ from test_rows import in_parts
 LAUNCHED_MOST = {
     r"plain (fp32|bf16)|captured|fake .*": r"_(plain|step_scalars|quantize)_kernel",
     r"step (nvfp4|mxfp8|float8|float8 block)( 8bit| factored)?|step mxfp4": (
-        r"(step|_amax_preview|_means)_kernel 1"
+        r"(step|_amax_preview|_strips|_sums|_columns)_kernel 1"
     ),
     r"step float8 delayed": r"_delayed_amax_kernel",
     r"cast (mxfp8|float8 block)": r"_span_kernel 3",

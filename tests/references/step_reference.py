@@ -31,7 +31,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> Tensor:
-    """Update ``step`` by a group, of a float32 value and its moments; returns the gradient."""
+    """Update ``step`` by a group, of a float32 value and its moments; returns the factor."""
     for name in ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]:
         moments.setdefault(name, torch.zeros_like(value))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -57,12 +57,12 @@ def adamw_(
     if group["bias_correction"]:
         correction1, correction2 = (1 - beta ** int(step) for beta in (beta1, beta2))
     if not lr:
-        return g
+        return factor
     if group["adam_w_mode"] and decay:
         value.mul_(1 - lr * decay)
     root = exp_avg_sq.double().sqrt().float()
     value.sub_(exp_avg * (lr / correction1) / (root * (1 / math.sqrt(correction2)) + group["eps"]))
-    return g
+    return factor
 
 
 # Stochastic rounding
@@ -165,15 +165,17 @@ CODECS = {
 
 
 def means(x: Tensor) -> list[Tensor]:
-    """Of a matrix, by row and by column: of every 256th number in turn, then of pairs."""
+    """Of a matrix, by row and by column: of pairs, every 32nd of these in turn, then of pairs."""
     found = []
-    for each in (x.numpy(), x.numpy().T):
-        turns = np.pad(each, ((0, 0), (0, -each.shape[1] % 256))).reshape(len(each), -1, 256)
-        total = np.add.accumulate(turns, 1)[:, -1]
-        while total.shape[1] > 1:
-            total = total.reshape(len(each), -1, 2)
-            total = total[:, :, 0] + total[:, :, 1]
-        found.append(torch.from_numpy(total[:, 0] / np.float32(each.shape[1])))
+    for each, near in ((x.numpy(), 8), (x.numpy().T, 128)):
+        total = np.pad(each, ((0, 0), (0, -each.shape[1] % (32 * near))))
+        for size in (near, 32):
+            total = total.reshape(len(each), -1, size)
+            while total.shape[2] > 1:
+                total = total[:, :, ::2] + total[:, :, 1::2]
+            if size == near:
+                total = np.add.accumulate(total.reshape(len(each), -1, 32), 1)[:, -1]
+        found.append(torch.from_numpy(total.reshape(-1) / np.float32(each.shape[1])))
     return found
 
 
@@ -318,16 +320,16 @@ class Cell:
         if self.value is None:
             self.restart()
         self.step += 1
-        given = adamw_(self.value, self.moments, self.step, grad, options, **factors)
-        self.store_moments(options, given)
+        factor = adamw_(self.value, self.moments, self.step, grad, options, **factors)
+        self.store_moments(options, grad, factor)
 
-    def store_moments(self, options: dict[str, Any], grad: Tensor | None) -> None:
-        dithers = grad is not None
+    def store_moments(self, options: dict[str, Any], *grad: Tensor) -> None:
+        dithers = bool(grad)
         for name in ("exp_avg", "exp_avg_sq"):
             kind = options.get(f"{name}_dtype", "float32")
             if kind == "factored":
                 if self.format is not None:
-                    self._keep_means(float(options["betas"][1]), grad)
+                    self._keep_means(float(options["betas"][1]), *grad)
                     continue
                 kind = options["exp_avg_dtype"]
             codec = CODECS[name][kind]
@@ -338,16 +340,16 @@ class Cell:
         if options["amsgrad"]:
             self.stored["max_exp_avg_sq"] = self.moments["max_exp_avg_sq"]
 
-    def _keep_means(self, beta2: float, grad: Tensor | None) -> None:
-        if grad is None:
+    def _keep_means(self, beta2: float, *given: Tensor) -> None:
+        if not given:
             kept = means(self.moments["exp_avg_sq"])
         else:
             zero, scales = torch.zeros(1), self.stored.get("exp_avg_sq_scale", torch.zeros(2))
             old = self.stored.get("exp_avg_sq", zero), scales[:-1]
-            new = means(grad * grad)
+            new = [x * given[1] * given[1] for x in means(given[0].float().square())]
             kept = [x * beta2 + y * (1 - beta2) for x, y in zip(old, new, strict=True)]
         by_row, by_column = kept
-        (mean,) = means(by_column[None])[0]
+        (mean,) = means(by_column[:, None])[1]
         inverse = 1 / mean if mean >= 2.0**-126 else torch.zeros(())
         scales = torch.cat((by_column, inverse[None]))
         self.stored |= {"exp_avg_sq": by_row, "exp_avg_sq_scale": scales}
@@ -371,7 +373,7 @@ class Cell:
         self.stored, self.master = {}, master
         if self.master == "none":
             self.value = self.decoded()
-        self.store_moments(options, None)
+        self.store_moments(options)
         self._keep(None)
 
 
