@@ -141,7 +141,7 @@ def renewal(
 ) -> tuple[Launch, Launch]:
     """The launches that read gradients, and the sums over ``rows``.
 
-    ``key``, ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some of them, in ``cols`` columns.
+    ``key``, ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some, in ``cols`` columns.
     """
     (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
     tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
