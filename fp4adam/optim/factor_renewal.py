@@ -40,7 +40,7 @@ class FactorRenewal:
 
                 given = group.tensors, own, self._rows, cols, self._sums.levels
                 self._launches.append(renewal(group.key, *given))
-        one = torch.ones(1, device=self._device)
+        one = torch.ones(1, dtype=torch.float32, device=self._device)
         with torch.cuda.device_of(one):  # before a step that could not end
             for launch in chain.from_iterable(self._launches) if one.is_cuda else ():
                 launch.compile(one, one, one, one)

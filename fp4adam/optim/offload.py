@@ -89,6 +89,7 @@ class OffloadedEngine(Engine):
             part.states = chunk.staged(own)
             link.to_gpu(chunk)
         else:
+            link.wait()
             part.drop_plan()
             part.states = {p: _moved(p, state, local(p).device) for p, state in own.items()}
         try:
