@@ -939,7 +939,7 @@ def rows() -> list[Any]:
             for path in PATHS:
                 if not takes(path, CASES[case], name):
                     continue
-                turn = (5 * i + 7 * j) % len(CASES)  # 0 for one case of each scenario
+                turn = (5 * i + j) % len(CASES)  # 0 for one case of each scenario
                 quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 later = [pytest.mark.slow if quick else pytest.mark.exhaustive]
                 marks = [] if 3 * turn < QUICK[path] and quick else later
