@@ -59,8 +59,7 @@ class Scene:
         self.model, self.plain = quantize_model(Net(), "nvfp4"), Net()
         self.weight, self.late = self.model.up.weight, self.model.late.weight
         trained = [item for item in self.model.named_parameters() if item[1] is not self.late]
-        groups = [{"params": trained[1:2]}, {"params": trained[:1] + trained[2:]}]
-        self.optimizer = FP4Adam(groups, use_decoupled_grad=True)
+        self.optimizer = FP4Adam(trained, use_decoupled_grad=True)
         for _, param in trained:
             param.decoupled_grad = torch.ones(param.shape)
         self.optimizer.step()
@@ -126,7 +125,7 @@ def with_param(make: Callable[[Scene], Tensor], dtype: torch.dtype = torch.float
 
 def with_group(**options: Any) -> Misuse:
     def prepare(scene: Scene) -> Callable[[], object]:
-        scene.optimizer.param_groups[-1].update(options)
+        scene.optimizer.param_groups[0].update(options)
         return scene.optimizer.step
 
     return prepare
@@ -290,7 +289,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "masters of a group": (call(lambda s: s.optimizer.add_param_group(
         {"params": [s.late], "master_weights": False})), V, ("master_weights must be an option",)),
     "a flag of Transformer Engine": (call(
-        lambda s: s.optimizer.param_groups[1].update(adam_w_mode=False) or s.optimizer.step()), V, (
+        lambda s: s.optimizer.param_groups[0].update(adam_w_mode=False) or s.optimizer.step()), V, (
         "got adam_w_mode", 'group["decoupled_weight_decay"]')),
     "betas: one number": (new(betas=0.9), T, ("betas must be two", "got 0.9", "(0.9, 0.999)")),
     "capturable": (new(capturable=True), N, ("capturable must be False", "outside the graph")),
@@ -371,7 +370,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "master_param of parameter 0 must be", "on meta", "damaged")),
     "state: integers": (loading_state("exp_avg_sq", torch.ones(96, 64).int()), V, (
         "must be a floating point tensor", "torch.int32", "converted")),
-    "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96,)",
+    "state: another shape": (loading_state("exp_avg", torch.ones(3)), V, ("shape (96, 64)",
         "got (3,)", "the model that it was saved from")),
     "state: no moment": (loading(lambda saved: saved["state"][1].pop("exp_avg")), V, (
         "state of parameter 1 must hold step, exp_avg and exp_avg_sq",)),

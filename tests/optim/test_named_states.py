@@ -133,6 +133,7 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
     coupled = FusedAdam(params[:1])
     coupled.initialize_state(params[0])
     assert [*coupled.state[params[0]]] == [*NAMES[:2]]
+    assert not coupled.get_unscaled_state(params[0], "master_param").requires_grad
 
     # States without values come first, alike for all parameters.
     other, others = build()

@@ -87,17 +87,18 @@ def test_remainders_are_those_of_8bit_unless_they_are_refused():
 
 
 def test_amsgrad_needs_float32_second_moments():
-    param = Parameter(torch.zeros(3))
-    optimizer = FusedAdam([param], exp_avg_sq_dtype=torch.bfloat16)
+    params = [Parameter(torch.zeros(n)) for n in (2, 3)]
+    optimizer = FusedAdam([{"params": [p]} for p in params], exp_avg_sq_dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="got torch.bfloat16"):
         optimizer.add_param_group({"params": [torch.zeros(2)], "amsgrad": True})
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == 2
+    other = AdamW([{"params": [p], "amsgrad": p is params[1]} for p in params])
     with pytest.raises(NotImplementedError, match="with amsgrad"):
-        optimizer.load_state_dict(AdamW([param], amsgrad=True).state_dict())
-    optimizer.param_groups[0]["amsgrad"] = True
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.param_groups[1]["amsgrad"] = True
     with pytest.raises(NotImplementedError, match="with amsgrad"):
         take_steps(optimizer, [0])
-    assert not param.any()
+    assert not params[1].any()
 
 
 @pytest.mark.parametrize(

@@ -715,6 +715,7 @@ def resumed_from_plain_values(run: Run, oracle: Oracle, seed: int) -> None:
     if run.case.states != "32bit" or run.case.format == "float8_delayed":
         pytest.skip("what narrow masters are to other bytes is for tests of their own")
     plain = use_plain_state_dict(copy.deepcopy(run.model)).state_dict()
+    assert not any(isinstance(value, QuantizedTensor) for value in plain.values())
     model, state = through_a_file((plain, run.optimizer.state_dict()))
     fresh = Run(run.case, run.device, run.path) if seed % 2 else run
     fresh.step(fresh.grads(seed))  # which goes back
