@@ -150,10 +150,10 @@ SECTIONS = (
     Section(
         "The largest model on one card",
         "The same with more layers; on an H200 in steps of four, where 168 layers with NVFP4 and "
-        "80 with AdamW did not fit. On an H100 132 layers (29.8 B) of MXFP8, factored, could not "
-        "even be built: `quantized_init` keeps each value in BF16 until a step. A checkpoint "
-        "that `import_checkpoint` reads has none.",
-        ("full_finetune_largest", "../h100/full_finetune_14b"),
+        "80 with AdamW did not fit. The second table has peaks on an H200 that an H100 of 80 GB "
+        "has room for. Layers are quantized one by one, since `quantized_init` keeps values in "
+        "BF16 until a step; a checkpoint that `import_checkpoint` reads has none.",
+        ("full_finetune_largest", "full_finetune_80gb", "../h100/full_finetune_14b"),
         FINETUNING,
     ),
     Section(
