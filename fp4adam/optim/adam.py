@@ -94,19 +94,18 @@ def adam_(
     max_exp_avg_sq: Tensor | None,
     scalars: Scalars,
     adam_w_mode: bool,
-    grad_scale: Tensor | None = None,
-    clip: Tensor | None = None,
+    factor: float | Tensor,
 ) -> None:
     """Update ``value`` and the moments, float32 (float64 for float64 parameters), in place.
 
     16-bit values are widened and rounded back. ``adam_w_mode``: Whether decay shrinks the value
-    (AdamW) or is added to the gradient (L2). ``grad_scale``, ``clip``: As for :func:`grad_factor`.
+    (AdamW) or is added to the gradient (L2). ``factor``: A :func:`grad_factor`.
 
     Source: arXiv:1711.05101, algorithm 2; arXiv:1904.09237 for AMSGrad.
     """
     s, dtype = scalars, exp_avg.dtype
     p, g = value.to(dtype), grad.to(dtype)
-    g = g * grad_factor(s, grad_scale, clip)
+    g = g * factor
     if not adam_w_mode and s.decay != 0:  # Infinite values times zero decay would be NaN.
         g = g + p * s.decay
 

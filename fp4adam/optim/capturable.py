@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.optim.checks import CAPTURE_AROUND, is_quantized
+from fp4adam.optim.checks import CAPTURE_AROUND
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.hyper_parameters import is_on_device
 from fp4adam.optim.options import Options
@@ -20,31 +20,22 @@ def check_option(options: Options, group: Mapping[str, Any]) -> None:
             f"capturable must be the same for all groups, got {group['capturable']} in one of an "
             f"optimizer with {own}; pass it to the constructor"
         )
-    if own and options.offload_states:
+    if own and (options.offload_states or group["fused"] is False):
         raise ValueError(
-            "offload_states must be False with capturable=True, got True: a replay cannot "
-            "stream states from the host; leave one of them out"
-        )
-    if own and group["fused"] is False:
-        raise ValueError(
-            "fused must not be False with capturable=True, got False: torch operators take the "
-            "scalars of a step from the host; leave fused out"
+            "offload_states and fused must not be set with capturable=True, got "
+            f"{options.offload_states} and {group['fused']}: a replay cannot stream states or take "
+            "scalars from the host; leave them out"
         )
 
 
 def check_capture(engine: Engine, captured: list) -> None:
     """Raise if a CUDA graph cannot record a step; keeps what its replays read in ``captured``."""
     options = engine.targets.options
-    if any(map(is_quantized, engine.params)):
-        raise RuntimeError(
-            f"step() of quantized parameters must not be captured in a CUDA graph, got a call in a "
-            f"capture: replays would repeat its scalars; {CAPTURE_AROUND}"
-        )
     if not options.capturable:
         raise RuntimeError(
             "capturable must be True to capture step() in a CUDA graph, got False: replays would "
-            f"repeat the scalars of the capture; create {options.name}(capturable=True), or call "
-            "step() outside the graph"
+            f"repeat the scalars of the capture; create {options.name}(capturable=True), or with "
+            f"quantized parameters {CAPTURE_AROUND}"
         )
     if engine.clipping:
         raise RuntimeError(

@@ -106,15 +106,10 @@ def check_param(options: Options, param: Tensor) -> None:
             )
     if is_quantized(own) and not options.master_weights:
         _check_needs_no_master(own)
-    if param.is_complex():
+    if param.is_complex() or param.layout != torch.strided:
         raise ValueError(
-            f"parameters must be real for {name}, got {param.dtype}; optimize "
-            "torch.view_as_real(param) instead"
-        )
-    if param.layout != torch.strided:
-        raise ValueError(
-            f"parameters must be dense for {name}, got layout {param.layout}; use "
-            "torch.optim.SparseAdam"
+            f"parameters must be real and dense for {name}, got {param.dtype} with layout "
+            f"{param.layout}; use torch.view_as_real(param), or torch.optim.SparseAdam"
         )
     if param.requires_grad:
         _check_dtype(name, param)
@@ -229,10 +224,10 @@ def check_capturable(param: Tensor, grad: Tensor | None) -> None:
 
 def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     """``grad``: The local part."""
-    if not isinstance(grad, Tensor):
+    if not isinstance(grad, Tensor) or isinstance(grad, QuantizedTensor):
         raise TypeError(
-            f"gradients must be tensors for {name}, got a {type(grad).__name__}; assign a "
-            "tensor of the shape of the parameter, or None"
+            f"gradients must be plain tensors for {name}, got a {type(grad).__name__}; assign a "
+            "tensor of the shape of the parameter, such as grad.dequantize(), or None"
         )
     if grad.layout != torch.strided:
         raise RuntimeError(
@@ -240,11 +235,6 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
             "torch.optim.SparseAdam, or sparse=False in the embedding"
         )
     check_steppable(name, param)
-    if isinstance(grad, QuantizedTensor):
-        raise TypeError(
-            f"gradients must be plain tensors for {name}, got {type(grad).__name__}; call "
-            "dequantize()"
-        )
     if grad.dtype not in (PARAM_DTYPES if param.dtype == torch.float64 else GRAD_DTYPES):
         raise TypeError(
             f"gradients must be float32, bfloat16 or float16 for {name}, got {grad.dtype}; cast "
@@ -285,18 +275,15 @@ def check_state(
         # A master that was just loaded; the next step encodes it.
         codec = None if name == "master_param" and is_fp32 else codec
         dtype = torch.int16 if name == "param_remainder" else codec and codec.dtype
-        is_bad = codec is not None and not (codec.exact or is_dense(codes))
-        if is_bad or dtype not in (None, codes.dtype):
-            raise RuntimeError(
-                f"{name} must be dense and stored as {dtype}, got {codes.dtype} with strides "
-                f"{codes.stride()}; load states with load_state_dict()"
-            )
+        is_right = codec is None or codec.exact or is_dense(codes)
+        wanted = found = None
         if codec is not None and codec.scaled:
-            wanted, found = (tuple(of_scales), codec.scale_dtype, codes.device, True), None
+            wanted = tuple(of_scales), codec.scale_dtype, codes.device, True
             if isinstance(scales := state.get(SCALES[name]), Tensor):
                 found = tuple(scales.shape), scales.dtype, scales.device, scales.is_contiguous()
-            if found != wanted:
-                raise RuntimeError(
-                    f"{SCALES[name]} must be contiguous {wanted[1]} {wanted[0]} on {codes.device}, "
-                    f"got {found}; load states with load_state_dict()"
-                )
+        if not is_right or dtype not in (None, codes.dtype) or found != wanted:
+            raise RuntimeError(
+                f"{name} must be dense and stored as {dtype}, with contiguous scales {wanted}, got "
+                f"{codes.dtype} with strides {codes.stride()} and scales {found}; load states with "
+                "load_state_dict()"
+            )

@@ -201,8 +201,7 @@ class Engine:
         params, states, structure, sharded = self._planned
         if structure != self._structure() or not _are_same(self.params, params):
             return False
-        if sharded:
-            settle_written(sharded)
+        settle_written(sharded)
         return _are_same(self._own_states(), states) and self.plan.fits(self.targets.are_shown)
 
     def _own_states(self) -> Iterable:
@@ -237,8 +236,7 @@ class Engine:
         self.drop_plan()
         options, params = self.targets.options, self.params
         sharded = sharded_weights(params)
-        if sharded:
-            settle_written(sharded)
+        settle_written(sharded)
         if not self.is_part:
             self.targets.keep_only(params)
         stepped, moving = self.check()

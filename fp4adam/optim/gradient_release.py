@@ -27,15 +27,12 @@ class GradientRelease:
     def __init__(self, optimizer: "FusedAdam") -> None:
         engine = optimizer._stepped
         options = engine.targets.options
-        if options.use_decoupled_grad:
+        if options.use_decoupled_grad or options.capturable:
             raise NotImplementedError(
-                "use_decoupled_grad must be False for gradient release, got True: autograd calls "
-                "hooks for param.grad only; leave use_decoupled_grad False"
-            )
-        if options.capturable:
-            raise NotImplementedError(
-                "capturable must be False for gradient release, got True: its hooks step "
-                "parameters one by one; capture backward() and step() in one graph instead"
+                "use_decoupled_grad and capturable must be False for gradient release, got "
+                f"{options.use_decoupled_grad} and {options.capturable}: autograd calls hooks for "
+                "param.grad only, and these step parameters one by one; leave the former out, or "
+                "capture backward() and step() in one graph instead"
             )
         engine.settle()
         engine.forget()

@@ -20,8 +20,6 @@ _WORDS = {
 
 def check_hyper_parameters(name: str, options: Mapping[str, Any]) -> None:
     """Check the options of a group (merged with the defaults) of the optimizer class ``name``."""
-    if options["fused"] and options["differentiable"]:
-        raise NotImplementedError("`fused` does not support `differentiable`")
     if options["fused"] and options["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if options["differentiable"]:

@@ -83,8 +83,7 @@ def adopt(peers: Sequence[Target], states: Sequence[State]) -> list[bool | None]
     settle_written(sharded_weights(p.owner for p in peers))
     answers = [p.stands(state) for p, state in zip(peers, states, strict=True)]
     answers += [give_bytes and all(map(_has_bytes, peers, states)), are_left]
-    answers = on_all_ranks(peers, answers)
-    *stand, have_bytes, are_left = answers
+    *stand, have_bytes, are_left = on_all_ranks(peers, answers)
     # If the model is loaded later, plain values of these masters get their bytes.
     is_apart = are_left or give_bytes and not any(stand)
     written = [p.param.twin() if is_apart else p.param for p in peers]

@@ -199,9 +199,8 @@ class CodeRemainder(WholeMaster):
 
     def store(self, state: State, value: Tensor | None) -> None:
         NoMaster.store(self, state, value)
-        state[MASTER] = like(
-            self.owner, remainder.split_off(self.param, value.view(self.param.shape))
-        )
+        rest = remainder.split_off(self.param, value.view(self.param.shape))
+        state[MASTER] = like(self.owner, rest)
 
     def can_hold(self, value: Tensor) -> bool:
         return remainder.is_in_reach(self.param, value)

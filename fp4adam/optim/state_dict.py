@@ -261,12 +261,12 @@ def _means(engine: Engine, saved: dict[Tensor, State]) -> dict[Target, StateTens
     for m in (m for m in members if m.codecs["exp_avg_sq"] is FACTORED):
         own = _local_part(m.owner, saved[m.owner])
         given = StateTensor.of_saved(own, "exp_avg_sq")
-        found[m], values[m], is_alike = given, given.decode(), given.codec is FACTORED
-        if MEANS[1] in own and not is_alike:
-            # Steps of another optimizer would have left them behind.
+        found[m], values[m] = given, given.decode()
+        if MEANS[1] in own:
             found[m] = StateTensor(FACTORED, *(own[name] for name in MEANS))
-            is_alike = torch.equal(found[m].decode(), values[m])
-        fit.append(is_alike)
+        # Steps of another optimizer would have left them behind.
+        is_alike = found[m] is given or torch.equal(found[m].decode(), values[m])
+        fit.append(is_alike and found[m].codec is FACTORED)
     agreed = zip(values, on_all_ranks([*values], fit), strict=True)
     others = [m for m, is_fit in agreed if not is_fit]
     return found | encoded({m: state_like(m.param).copy_(values[m]) for m in others})
@@ -447,17 +447,16 @@ def _check_tensor(
     shape: tuple[int, ...] | None = None,
 ) -> None:
     """Raise unless it is a dense tensor of this shape (that of ``param``) and dtype (floating)."""
-    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    if not (kind == dtype or dtype is None and getattr(kind, "is_floating_point", False)):
+    got, is_right = type(value).__name__, False
+    if isinstance(value, Tensor):
+        got = f"{value.dtype}, {value.layout} on {value.device}"
+        is_right = value.dtype == dtype or dtype is None and value.is_floating_point()
+        is_right &= value.layout == torch.strided and (param.is_meta or not value.is_meta)
+    if not is_right:
         wanted = str(dtype).removeprefix("torch.") if dtype else "a floating point tensor"
         raise ValueError(
-            f"{what} must be {wanted}, got {kind}; the checkpoint is damaged, or must be converted "
-            "first"
-        )
-    if value.layout != torch.strided or (value.is_meta and not param.is_meta):
-        raise ValueError(
-            f"{what} must be a dense tensor with a value, got {value.layout} on {value.device}; "
-            "the checkpoint is damaged"
+            f"{what} must be {wanted}, got {got}; the checkpoint is damaged, or must be made dense "
+            "or converted first"
         )
     shape = param.shape if shape is None else shape
     if value.shape != shape:
@@ -468,9 +467,7 @@ def _check_tensor(
 
 
 def _is_number(step: Any, param: Tensor) -> bool:
-    if isinstance(step, Tensor):
-        if step.numel() != 1 or step.is_complex():
-            return False
+    if isinstance(step, Tensor) and step.numel() == 1:
         if step.is_meta:
             return param.is_meta
         step = step.item()

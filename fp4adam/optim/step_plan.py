@@ -51,7 +51,6 @@ class StepPlan:
         self._outsiders = outsiders
         self._read_grad = read_grad
         self._options = options
-        capturable = options.capturable
         for peers in together(members):
             later = quantized_after_step(peers, read_grad)
             for member in peers:
@@ -65,10 +64,10 @@ class StepPlan:
             else:
                 self._by_operators.append(member)
         groups = [LaunchGroup(key, alike, read_grad) for key, alike in launched.items()]
-        if capturable:
+        if options.capturable:
             for member in self._by_operators:
                 check_capturable(member.param, read_grad(member.owner))
-        n_hyper = len(hyper_groups(members)) if capturable else 0
+        n_hyper = len(hyper_groups(members)) if options.capturable else 0
         self._parts = [
             (make_launches(alike[0].key.device, alike, len(members), n_hyper), alike)
             for alike in together(groups, attrgetter("key.device"))
@@ -88,7 +87,7 @@ class StepPlan:
             for name in m.state_names
         ]
         self.counter: StepCounter | DeviceCounter
-        if capturable:
+        if options.capturable:
             self.counter = DeviceCounter(self._parts, self._by_operators)
         else:
             ratio = max(map(_ratio, self.members), default=0.0)
@@ -152,13 +151,12 @@ class StepPlan:
             launches = self._launch_all(signals, captures)
             by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
             for member, grad, row in () if skipped else compress(by_operators, given):
+                scalars = self.counter.groups[row].scalars
                 scale = None if grad_scale is None else grad_scale.to(grad.device)
-                factors = self.counter.groups[row].scalars, scale, clip.get(grad.device)
-                scalars = factors[0]
+                factor = grad_factor(scalars, scale, clip.get(grad.device))
                 if grad.numel():
-                    member.update(grad, *factors)
+                    member.update(grad, scalars, factor)
                 if member.codecs["exp_avg_sq"] is FACTORED:
-                    factor = grad_factor(*factors)
                     own = StateTensor.of(member.tensors, "exp_avg_sq", FACTORED)
                     means[member] = own, grad, (scalars.beta2, scalars.one_minus_beta2, factor)
             self._after.finish(launches, skipped)
@@ -173,9 +171,7 @@ class StepPlan:
     def _launch_all(self, signals: dict[torch.device, tuple], captures: bool) -> list[tuple]:
         """Launch the kernels; returns those that wait for other ranks, with their signals."""
         launches: list[tuple] = []
-        if not self._parts:
-            return launches
-        numbers = self.counter.numbers()
+        numbers = self.counter.numbers() if self._parts else []
         for i, (tables, groups) in enumerate(self._parts):
             addresses = [*chain.from_iterable(group.grads for group in groups)]
             tables.upload(addresses, self._rows_of_parts[i], numbers, captures)
@@ -280,8 +276,7 @@ def _ratio(member: Target) -> float:
     step, shares = member.state["step"].item(), member.shards and not member.quantized_after_step
     if step == 0 or not shares or member.param.quantizer.layout.tensor_scale != "current":
         return ratio_after(step, adam_scalars(member.group, 1))
-    _, exp_avg, exp_avg_sq = member.step_codecs
-    if not (exp_avg.exact and exp_avg_sq.exact):
+    if not all(codec.exact for codec in member.codecs.values()):
         return math.inf
     moments = member.tensors["exp_avg"], member.tensors["exp_avg_sq"]
     return measured_ratio(*moments, float(member.group["eps"]))

@@ -281,21 +281,15 @@ class Target:
         """The decoded value, contiguous; FP32 unless the parameter itself is the value."""
         return self._stored_value().decode().contiguous()
 
-    def update(
-        self, grad: Tensor, scalars: Scalars, grad_scale: Tensor | None, clip: Tensor | None
-    ) -> None:
-        """Step value and state in torch operators, with the same bits as the kernels.
-
-        ``grad_scale`` divides the gradient, ``clip`` multiplies it after that.
-        """
+    def update(self, grad: Tensor, scalars: Scalars, factor: float | Tensor) -> None:
+        """Step value and state in torch operators, with the bits of kernels; see :func:`adam_`."""
         value = self._stored_value()
         moments = zip(self.codecs.items(), self.state_scales[1:], strict=True)
         stored = value, *(StateTensor(codec, self.tensors[n], s) for (n, codec), s in moments)
         numbers = [each.decode() for each in stored]
-        adam_w_mode = self.group["decoupled_weight_decay"]
-        options = self.max_exp_avg_sq, scalars, adam_w_mode, grad_scale, clip
+        options = self.max_exp_avg_sq, scalars, self.group["decoupled_weight_decay"], factor
         adam_(numbers[0], grad, *numbers[1:], *options)
-        if not all(each.codec.exact for each in stored) and grad.numel():
+        if not all(each.codec.exact for each in stored):
             dither = dither_bits(self.dither_start, grad.numel(), scalars.dither_step, grad.device)
             for each, x, bits in zip(stored, numbers, dither, strict=True):
                 each.replace(x, bits)

@@ -215,7 +215,7 @@ def test_no_update_is_larger_than_its_bound(beta1, beta2, eps, seed, scales, cor
         grad = (torch.rand(512, generator=generator) - 0.2) * scale
         scalars = adam_scalars(group, number)
         value.zero_()
-        adam_(value, grad, m, v, None, scalars, True)
+        adam_(value, grad, m, v, None, scalars, True, scalars.grad_factor)
         assert value.abs().max() <= largest_update(scalars, ratio_after(number, scalars))
 
 

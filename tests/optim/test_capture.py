@@ -377,8 +377,8 @@ def test_what_cannot_be_captured_changes_nothing(prepare, words, device, monkeyp
 def test_unsupported_combinations_are_refused(device: str) -> None:
     params = make_params(device)
     for options, error, words in (
-        (dict(fused=False), ValueError, "fused must not be False"),
-        (dict(offload_states=True), ValueError, "offload_states must be False with capturable"),
+        (dict(fused=False), ValueError, "fused must not be set.* and False"),
+        (dict(offload_states=True), ValueError, "offload_states .*got True"),
     ):
         with pytest.raises(error, match=words):
             FusedAdam(params, capturable=True, **options)
@@ -387,7 +387,7 @@ def test_unsupported_combinations_are_refused(device: str) -> None:
     with pytest.raises(NotImplementedError, match="capture forward and backward"):
         FP4Adam([Parameter(QUANTIZED)], capturable=True)
     optimizer = FusedAdam(params, capturable=True)
-    with pytest.raises(NotImplementedError, match="capturable must be False for gradient release"):
+    with pytest.raises(NotImplementedError, match="capturable must be False.*got False and True"):
         optimizer.enable_gradient_release()
     optimizer.param_groups[0]["lr"] = math.nan
     with pytest.raises(ValueError, match="Invalid learning rate: nan"):

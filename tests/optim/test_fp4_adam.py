@@ -145,7 +145,9 @@ def test_denominators_are_roots_to_the_nearest_float32(first: float) -> None:
     scalars = adam.adam_scalars({**GROUP, "eps": 0.0}, 1)._replace(
         lerp_weight=0.25, beta2=1.0, one_minus_beta2=0.0, rsqrt_bias_correction2=1.0, step_size=-1.0
     )
-    adam.adam_(value, torch.ones_like(x), exp_avg, x.clone(), None, scalars, True)
+    adam.adam_(
+        value, torch.ones_like(x), exp_avg, x.clone(), None, scalars, True, scalars.grad_factor
+    )
     assert torch.equal(value, 1 / torch.from_numpy(np.sqrt(x.numpy())))
 
 

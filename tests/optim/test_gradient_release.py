@@ -173,7 +173,7 @@ def test_what_cannot_be_released_is_refused() -> None:
     with pytest.raises(RuntimeError, match="clip_grad_norm_ must not be called while"):
         optimizer.clip_grad_norm_(1.0)
     decoupled = FP4Adam(model.parameters(), use_decoupled_grad=True)
-    with pytest.raises(NotImplementedError, match="use_decoupled_grad must be False"):
+    with pytest.raises(NotImplementedError, match="use_decoupled_grad .*got True and False"):
         decoupled.enable_gradient_release()
     # Errors of the step come out of the backward pass.
     optimizer.param_groups[0]["lr"] = math.nan

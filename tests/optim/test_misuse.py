@@ -298,9 +298,9 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
         "float16", "got torch.bfloat16")),
     "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
-    "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("must be real",
+    "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("be real and",
         "got torch.complex64", "view_as_real")),
-    "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("must be dense",
+    "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("and dense for",
         "torch.sparse_coo", "SparseAdam")),
     "parameter in 8 bits": (of(lambda s: [nn.Parameter(torch.ones(4).to(E4M3))]), T, (
         "must be float64", "float8_e4m3fn", "make_trainable")),
@@ -342,7 +342,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "float8_e4m3fn")),
     "parameter: meta": (with_param(lambda s: NVFP4Quantizer().make_empty((64, 96), device="meta")),
         R, ("on meta; materialize them",)),
-    "gradient: a list": (with_grad(lambda g: [1.0]), T, ("must be tensors", "a list", "assign")),
+    "gradient: a list": (with_grad(lambda g: [1.0]), T, ("plain tensors for", "a list", "assign")),
     "step: learning rate NaN": (with_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
     "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
         "got torch.inference_mode()", "call it outside")),
@@ -365,7 +365,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "state: of a model": (call(lambda s: s.optimizer.load_state_dict(s.model.state_dict())), V, (
         "must have state and param_groups", "got ['down.weight'", "a model's goes to the model")),
     "state: sparse": (loading_state("exp_avg", torch.ones(96, 64).to_sparse()), V, (
-        "exp_avg of parameter 0 must be a dense tensor", "torch.sparse_coo", "damaged")),
+        "exp_avg of parameter 0 must be a floating point tensor", "torch.sparse_coo", "damaged")),
     "state: meta": (loading_state("master_param", torch.ones(96, 64, device="meta")), V, (
         "master_param of parameter 0 must be", "on meta", "damaged")),
     "state: integers": (loading_state("exp_avg_sq", torch.ones(96, 64).int()), V, (
