@@ -36,21 +36,10 @@ from fp4adam.kernels.factored import load_factors
 from fp4adam.kernels.format import Format, encode
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.kernels.launch.schema import SCALAR_COLUMNS, column
-from fp4adam.kernels.launch.tensor_table import (
-    field,
-    pointer,
-    storage_pointers,
-    tile_start,
-)
+from fp4adam.kernels.launch.tensor_table import field, pointer, storage_pointers, tile_start
 from fp4adam.kernels.store import load_masters, store_block_scales, store_codes
 from fp4adam.kernels.tiles.codes import raise_amax, round_to, to_float32
-from fp4adam.kernels.tiles.state import (
-    codec_of,
-    has_scales,
-    load_scale,
-    load_state,
-    max_registers,
-)
+from fp4adam.kernels.tiles.state import codec_of, has_scales, load_scale, load_state, max_registers
 
 # Tiles whose amaxes one program compares.
 SCAN = 64
