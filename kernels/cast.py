@@ -80,9 +80,8 @@ def _quantize_kernel(
     x = tl.load(x_ptr + offs) if mask is None else tl.load(x_ptr + offs, mask, 0.0)
     amax = tl.load(amax_ptr) if F.tensor_amax != "" else 0.0
     # The storage may be unaligned, so it is written in bytes.
-    FAKES: tl.constexpr = out_ptr is not None
     part, value = encode(to_float32(x), None, None, amax, epsilon, F, False)
-    if FAKES:
+    if out_ptr is not None:
         FORM: tl.constexpr = F.form
         factor, _ = decode_factor(part.row_scale, amax, epsilon, F)
         value = in_blocks(value, F.block, FORM) * per_element(factor, FORM)
@@ -155,9 +154,8 @@ def _span_mask(
     table, tensor, row, col, cols, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
     """Mask [BR, BC] of a tile's elements that belong to the span; None if all do (WHOLE)."""
-    if WHOLE:
-        mask = None
-    else:
+    mask = None
+    if not WHOLE:
         index = tile_start(row, col, cols) + tile_offsets(cols, BR, BC)
         mask = (index >= field(table, tensor, "start")) & (index < field(table, tensor, "stop"))
         mask = mask & (col + tl.arange(0, BC) < cols)[None, :]

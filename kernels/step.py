@@ -292,18 +292,11 @@ def step_kernel(
         column_amax = tl.where(column_amax == column_amax, column_amax, 0.0)
         row_amax = tl.max(column_amax, 1)[:, None] if F.square else None
         given = rows, cols, amax, epsilon, storage, states.value, constants
-        if MASKED:
-            for i in range(PARTS):
-                kept = _encode_part(
-                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
-                    given, VARIANT, F, MASKED, BR, BC,
-                )  # fmt: skip
-        else:
-            for i in tl.static_range(PARTS):
-                kept = _encode_part(
-                    kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax,
-                    given, VARIANT, F, MASKED, BR, BC,
-                )  # fmt: skip
+        for i in (tl.range if MASKED else tl.static_range)(PARTS):
+            kept = _encode_part(
+                kept, held, i, first_row + i * DR, first_col + i * DC, row_amax, column_amax, given,
+                VARIANT, F, MASKED, BR, BC,
+            )  # fmt: skip
     if not MASKED:
         part = Part(
             _joined(kept.rows, DOWN),

@@ -16,12 +16,11 @@ from fp4adam.kernels.tiles.codes import (
 @triton.jit
 def edge_mask(row, col, rows, cols, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Mask [BR, BC] of a tile's elements that are inside the matrix, or None unless MASKED."""
+    mask = None
     if MASKED:
         # Columns outside have no rows, so that one comparison masks an element.
         ends = tl.where(tl.arange(0, BC) < cols - col, rows - row, 0)[None, :]
         mask = tl.arange(0, BR)[:, None] < ends
-    else:
-        mask = None
     return mask
 
 
@@ -70,11 +69,9 @@ def load_masters(
     else:
         ptr = storage.rowwise_data.to(tl.pointer_type(tl.uint8)) + tile_start(row, col, cols)
         value = code_values(tl.load(ptr + tile_offsets(cols, BR, BC, LANES), mask), CODE)
-    if scale is not None:
-        pass
-    elif F.scale == "":
+    if scale is None and F.scale == "":
         scale = 0
-    else:
+    elif scale is None:
         ptr = row_scale_pointers(storage.rowwise_scale, row, col, rows, cols, F, BR, BC)
         if F.square or F.scale != "float32":
             scale = tl.load(ptr)
@@ -126,20 +123,15 @@ def store_words(
     """
     N: tl.constexpr = 32 // BITS
     PER_BYTE: tl.constexpr = 8 // BITS
-    if mask is None:
-        if data.dtype.element_ty == tl.uint32:
-            ptr = data + tile_start(row, col // N, cols // N)
-            tl.store(ptr + tile_offsets(cols // N, R, C // N), words)
-        else:
-            ptr = data + tile_start(row, col // PER_BYTE, cols // PER_BYTE)
-            ptr += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
-            tl.store(ptr, bytes_of(words, R, C // PER_BYTE))
+    if mask is None and data.dtype.element_ty == tl.uint32:
+        data += tile_start(row, col // N, cols // N)
+        tl.store(data + tile_offsets(cols // N, R, C // N), words)
     else:
         data = data.to(tl.pointer_type(tl.uint8))
         data += tile_start(row, col // PER_BYTE, cols // PER_BYTE)
         data += tile_offsets(cols // PER_BYTE, R, C // PER_BYTE)
         code = bytes_of(words, R, C // PER_BYTE)
-        if BITS == 8:
+        if BITS == 8 or mask is None:
             tl.store(data, code, mask)
         else:
             low, high = tl.split(tl.reshape(mask.to(tl.int32), (R, C // 2, 2)))
