@@ -120,7 +120,9 @@ def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
     if data.dim() == 3:
         _, rows, row_bytes = data.shape
         parts = rows, data.stride(0) - rows * row_bytes, 0 if scale is None else scale.stride(0)
-    plain = not transposed and out.shape[1] % 8 == 0 and _are_aligned(data)
+    plain = not transposed and out.shape[1] % 8 == 0
+    # Words of codes are read, of all parts.
+    plain = plain and alignment(data)[0] and (data.dim() == 2 or data.stride(0) % 16 == 0)
     F = format_of(layout, tensor_amax="stored" if layout.tensor_scale else "")
     given = data, data if scale is None else scale, data if tensors.amax is None else tensors.amax
     strides = (0, 0) if scale is None else scale.stride()[-2:]
@@ -130,11 +132,6 @@ def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
         alignment(*given, out),
     )  # fmt: skip
     return functools.partial(launch, *given, out)
-
-
-def _are_aligned(data: Tensor) -> bool:
-    """Whether words of codes can be read."""
-    return data.data_ptr() % 16 == 0 and (data.dim() == 2 or data.stride(0) % 16 == 0)
 
 
 @on_its_device

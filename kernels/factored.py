@@ -146,14 +146,11 @@ def renewal(
     (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
     tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
     tiles = torch.cat(tiles).to(table.device)
-    given = (
-        len(tiles),
-        (table, scalars, tiles, cols),
-        dict(GRAD=step_variant(key).grad_dtype, LEVELS=levels),
-    )
-    strips = Launch(_strips_kernel, *given, num_warps=4 if levels > 3 else 8)
-    given = len(tiles), (table, scalars, tiles, rows), {}
-    return strips, Launch(_columns_kernel, *given, num_warps=8)
+    n, given = len(tiles), (table, scalars, tiles)
+    constexprs = dict(GRAD=step_variant(key).grad_dtype, LEVELS=levels)
+    warps = 4 if levels > 3 else 8
+    strips = Launch(_strips_kernel, n, (*given, cols), constexprs, num_warps=warps)
+    return strips, Launch(_columns_kernel, n, (*given, rows), {}, num_warps=8)
 
 
 def sums_launch(n: int, cols: int, levels: int) -> Launch:

@@ -97,14 +97,6 @@ def _tiles(begin: Tensor, end: Tensor) -> Tensor:
     return torch.stack((tensors, numbers), dim=1).to(torch.int32)
 
 
-def loop_registers(codecs: tuple[str, str, str], sm: int) -> int | None:
-    """The register limit per thread of the loop, for half the warps of a multiprocessor at once.
-
-    ``sm``: The compute capability without its point; some would spill.
-    """
-    return 64 if sm == 90 else max_registers(*codecs)
-
-
 def update(
     table: Tensor, scalars: Tensor, shapes: list[tuple[int, int]], variant: Variant
 ) -> list[Launch]:
@@ -116,11 +108,10 @@ def update(
     if are_narrow(*variant.codecs):
         loops = numels // (LOOP * ROW.value)
     rest = _tiles(loops * LOOP, -(-numels // ROW.value))
-    registers = loop_registers(variant.codecs, compute_capability(table.device))
-    forms = (
-        (_tiles(torch.zeros_like(loops), loops), LOOP, registers),
-        (rest, 1, max_registers(*variant.codecs)),
-    )
+    most = max_registers(*variant.codecs)
+    # For half the warps of a multiprocessor at once; for other targets some would spill.
+    of_loop = 64 if compute_capability(table.device) == 90 else most
+    forms = (_tiles(torch.zeros_like(loops), loops), LOOP, of_loop), (rest, 1, most)
     return [
         Launch(
             _plain_kernel,

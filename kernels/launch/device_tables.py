@@ -50,13 +50,14 @@ class DeviceTables:
         self._host_table, numbers = view[: self._table_words], view[self._table_words :]
         self._host_numbers = numbers.cast("B").cast(self._typecode)
         self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
-        self.table, self._numbers = self._split(self._device_words)
+        self.table = self._device_words[: self._table_words].view(-1, TABLE_WIDTH)
+        on_device = self._device_words[self._table_words :].view(self._dtype)
         if n_hyper:
             n = n_scalars * SCALARS_WIDTH
             self.scalars = torch.zeros(n, dtype=torch.float32, device=device)
-            self.hyper = self._numbers.view(n_hyper, len(HYPER_COLUMNS))
+            self.hyper = on_device.view(n_hyper, len(HYPER_COLUMNS))
         else:
-            self.scalars = self._numbers
+            self.scalars = on_device
         self._uploaded: tuple[Any, ...] = (None, None, None)
         # Views of the words that steps upload, on the host and on the device.
         self._spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -65,10 +66,6 @@ class DeviceTables:
         self._next_capture = self._page_locked() if n_hyper else None
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._zero = torch.zeros(1, dtype=torch.float32, device=device)
-
-    def _split(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        n = self._table_words
-        return words[:n].view(-1, TABLE_WIDTH), words[n:].view(self._dtype)
 
     def _page_locked(self) -> Tensor:
         return torch.empty_like(self._host_words, pin_memory=self.device.type == "cuda")

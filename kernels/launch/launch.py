@@ -60,7 +60,8 @@ class Launch:
                 self._launch_first(leading)
             return
         addresses = map(_data_ptr, leading)
-        if _has_hooks():
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
             self._compiled[self._grid](*addresses, *self._arguments)
         else:
             stream = self._current_stream(self._device)
@@ -102,12 +103,6 @@ def compile_together(compiles: Iterable[Callable[[], Any]]) -> None:
     seconds = time.perf_counter() - start
     if seconds > 1:
         _logger.info("compiled the kernels of this step in %.1f s; Triton keeps them", seconds)
-
-
-def _has_hooks() -> bool:
-    """Whether a profiler has registered launch hooks with Triton."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def alignment(*tensors: Tensor) -> tuple[bool, ...]:
