@@ -200,9 +200,10 @@ def decode_blocks(code, scale, CODEC: tl.constexpr, BR: tl.constexpr, BC: tl.con
 @triton.jit
 def _block_mask(mask, BR: tl.constexpr, BC: tl.constexpr):
     """Mask [BR, BC / 32] of the blocks with any element in the mask [BR, BC]; None stays None."""
+    blocks = None
     if mask is not None:
-        mask = tl.max(tl.reshape(mask.to(tl.int32), (BR, BC // 32, 32)), 2) > 0
-    return mask
+        blocks = tl.max(tl.reshape(mask.to(tl.int32), (BR, BC // 32, 32)), 2) > 0
+    return blocks
 
 
 @triton.jit
