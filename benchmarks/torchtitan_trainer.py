@@ -3,10 +3,10 @@
     python benchmarks/torchtitan_trainer.py [--gpus 2] [--compile] [--json trainer.json]
 
 Needs torchtitan 0.2.2, the last that runs with torch 2.11. Each row is torchtitan's Llama 3 under
-its trainer, FSDP2 and checkpoints, in processes of its own (torchrun); its output goes to a file in
---logs. A row trains, saves a checkpoint, takes a few steps more, and resumes in a new trainer, from
-other random weights, whose losses are to be the same. With several GPUs, one process then resumes
-FP4Adam's checkpoints as well. README.md explains what is measured and how.
+its trainer and FSDP2, in processes of its own (torchrun); its output goes to a file in
+--log-folder. Rows of --resume save a checkpoint, take a few steps more, and resume in a new
+trainer, from other random weights, whose losses are to be the same; with several GPUs, one process
+then resumes their checkpoints as well. README.md explains what is measured and how.
 """
 
 import argparse
@@ -228,11 +228,11 @@ def job_config(contestant: Contestant, args: argparse.Namespace, **checkpoint: A
             steps=args.steps,
             dtype=args.dtype,
         ),
-        checkpoint=jobs.Checkpoint(enable=True, last_save_model_only=False, **checkpoint),
+        checkpoint=jobs.Checkpoint(last_save_model_only=False, **checkpoint),
         activation_checkpoint=jobs.ActivationCheckpoint(mode="none"),
         compile=jobs.Compile(enable=args.compile),
         quantize=jobs.Quantize(linear=jobs.QuantizedLinear(float8=float8)),
-        debug=jobs.Debug(seed=1 if checkpoint else 0),
+        debug=jobs.Debug(seed=int("load_step" in checkpoint)),
     )
 
 
@@ -250,7 +250,7 @@ def resume(contestant: Contestant, args: argparse.Namespace) -> list[float]:
     """The losses of the first steps of a new trainer that loads the checkpoint."""
     from torchtitan.train import Trainer
 
-    trainer = Trainer(job_config(contestant, args, load_step=args.steps))
+    trainer = Trainer(job_config(contestant, args, enable=True, load_step=args.steps))
     trainer.train()  # loads; there is no step to be taken
     losses = take_steps(trainer)
     trainer.close()
@@ -258,10 +258,10 @@ def resume(contestant: Contestant, args: argparse.Namespace) -> list[float]:
 
 
 def train(contestant: Contestant, args: argparse.Namespace) -> Row:
-    """Train, save, go on, and resume."""
+    """Train; then save, go on, and resume, if this row does."""
     from torchtitan.train import Trainer
 
-    trainer = Trainer(job_config(contestant, args))
+    trainer = Trainer(job_config(contestant, args, enable=resumes(args.row, args)))
     trainer.train()
     records = trainer.metrics_processor.logger
     steady = [metrics for step, metrics in records.steps.items() if step > WARMUP]
@@ -276,16 +276,22 @@ def train(contestant: Contestant, args: argparse.Namespace) -> Row:
         },
         "last_loss": records.losses(args.steps)[0],
         "parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
-        "checkpoint_GB": sum(p.stat().st_size for p in args.folder.rglob("*.distcp")) / 1e9,
     }
-    row["next_losses"] = take_steps(trainer)
-    trainer.close()
-    del trainer, records
-    gc.collect()
-    torch.cuda.empty_cache()
-    row["resumed_losses"] = resume(contestant, args)
-    row["resumed_difference"] = largest_difference(row["next_losses"], row["resumed_losses"])
+    if resumes(args.row, args):
+        stored = sum(path.stat().st_size for path in args.folder.rglob("*.distcp"))
+        row |= {"checkpoint_GB": stored / 1e9, "next_losses": take_steps(trainer)}
+        trainer.close()
+        del trainer, records
+        gc.collect()
+        torch.cuda.empty_cache()
+        row["resumed_losses"] = resume(contestant, args)
+        row["resumed_difference"] = largest_difference(row["next_losses"], row["resumed_losses"])
     return row
+
+
+def resumes(name: str, args: argparse.Namespace) -> bool:
+    """Whether a row saves a checkpoint and resumes."""
+    return any(text in name for text in args.resume)
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
@@ -347,7 +353,7 @@ def resume_alone(args: argparse.Namespace, rows: list[Row], folders: dict[str, P
         if "alone_losses" in row:
             row["alone_difference"] = largest_difference(row["next_losses"], row["alone_losses"])
 
-    members = [row for row in rows if "error" not in row and "FP4Adam" in row["name"]]
+    members = [row for row in rows if "next_losses" in row]
     with ThreadPoolExecutor(args.gpus) as pool:
         for number, row in enumerate(members):
             pool.submit(resume_row, row, number % args.gpus)
@@ -376,6 +382,13 @@ def parse_args() -> argparse.Namespace:
         type=lambda text: text.split(";"),
         metavar="TEXT[;TEXT]",
         help="only names that contain one of these",
+    )
+    parser.add_argument(
+        "--resume",
+        type=lambda text: text.split(";"),
+        metavar="TEXT[;TEXT]",
+        default="FP4Adam",
+        help="names of rows that resume contain one of these; '' for all",
     )
     parser.add_argument("--limit", type=float, default=120, help="seconds for a row")
     parser.add_argument("--log-folder", type=Path, default=Path("torchtitan_logs"))
@@ -413,7 +426,7 @@ def main() -> None:
             print(result_line(rows[-1], COLUMNS), flush=True)
             if args.json:
                 write_json(args.json, run, rows)
-            if args.gpus == 1 or "FP4Adam" not in name:
+            if args.gpus == 1:
                 shutil.rmtree(folder)
         if args.gpus > 1:
             resume_alone(args, rows, folders)
