@@ -437,7 +437,7 @@ def factored() -> list[str]:
         "the element's own square, runs end no higher than with Adam, at updates of the same size; "
         "a higher rate gains more. Short runs are otherwise: with 1.2 M tokens in all, 30 M "
         "parameters ended 0.08 and 0.12 above Adam (beta2 0.95 and 0.999), with every seed. "
-        "fp4adam has no such moments. The 8-bit moments are an "
+        "By a model of the rule in torch. The 8-bit moments are an "
         "imitation, in which the smallest second moments of a block become zero.",
         "",
         cells(

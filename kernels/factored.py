@@ -19,7 +19,6 @@ from fp4adam.kernels.tiles.codes import to_float32
 # Sums are of 2**LEVELS neighbours by pairs, then TURNS running sums of these, then pairs again.
 LEVELS_OF_COLUMNS, LEVELS_OF_ROWS, TURNS = tl.constexpr(3), tl.constexpr(7), tl.constexpr(32)
 _LEVELS_OF_TURNS = tl.constexpr(5)
-STRIP = tl.constexpr(64)  # rows of a program, which are no part of the order
 _WIDTH = tl.constexpr(TURNS.value << LEVELS_OF_COLUMNS.value)
 _ALL = tl.constexpr(TURNS.value << LEVELS_OF_ROWS.value)
 
@@ -57,13 +56,13 @@ def _renew(ptr, mask, sums, count, constants):
 @triton.jit(do_not_specialize_on_alignment=SIGNALS)
 def _strips_kernel(
     grad_scale_ptr, clip_ptr, found_inf_ptr, nodes, table, scalars, tiles, stride,
-    GRAD: tl.constexpr, LEVELS: tl.constexpr,
+    GRAD: tl.constexpr, LEVELS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Renew means by row with the squares of a gradient, and add these up to nodes by column.
 
-    Grid: (n_tiles,). Tile: STRIP whole rows. tiles: int32 [n_tiles, 4], with the first column in
-    ``nodes``, float32 [n, stride], each of 2**LEVELS rows. Reads the gradient, and writes
-    4 / 2**LEVELS bytes per element. Here, because in the step sums would take registers.
+    Grid: (n_tiles,). Tile: STRIP whole rows, whatever the order. tiles: int32 [n_tiles, 4], with
+    the first column in ``nodes``, float32 [n, stride], each of 2**LEVELS rows. Reads the gradient,
+    and writes 4 / 2**LEVELS bytes per element. Here: in the step sums would take registers.
     """
     tensor, row, place = load_tile(tiles, 1)
     if not takes_part(table, tensor, found_inf_ptr):
@@ -143,11 +142,11 @@ def renewal(
 
     ``key``, ``tensors``: As for ``adam.StepLaunch``. ``places``: Of some, in ``cols`` columns.
     """
-    (shapes, _, table, scalars), tile = tensors, (STRIP.value, 1)
-    tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), tile) for i, at in places.items()]
+    (shapes, _, table, scalars), strip = tensors, 64 if levels else 32  # or ptxas spills on sm_100
+    tiles = [tile_grid((i, 0, shapes[i][0], at, at + 1), (strip, 1)) for i, at in places.items()]
     tiles = torch.cat(tiles).to(table.device)
     n, given = len(tiles), (table, scalars, tiles)
-    constexprs = dict(GRAD=step_variant(key).grad_dtype, LEVELS=levels)
+    constexprs = dict(GRAD=step_variant(key).grad_dtype, LEVELS=levels, STRIP=strip)
     warps = 4 if levels > 3 else 8
     strips = Launch(_strips_kernel, n, (*given, cols), constexprs, num_warps=warps)
     return strips, Launch(_columns_kernel, n, (*given, rows), {}, num_warps=8)

@@ -260,16 +260,14 @@ def _means(engine: Engine, saved: dict[Tensor, State]) -> dict[Target, StateTens
     found, values, fit = {}, {}, []
     for m in (m for m in members if m.codecs["exp_avg_sq"] is FACTORED):
         own = _local_part(m.owner, saved[m.owner])
-        given = StateTensor.of_saved(own, "exp_avg_sq")
-        found[m], values[m] = given, given.decode()
+        found[m] = StateTensor.of_saved(own, "exp_avg_sq")
+        values[m] = found[m].decode()
         if MEANS[1] in own:
             found[m] = StateTensor(FACTORED, *(own[name] for name in MEANS))
         # Steps of another optimizer would have left them behind.
-        is_alike = found[m] is given or torch.equal(found[m].decode(), values[m])
-        fit.append(is_alike and found[m].codec is FACTORED)
-    agreed = zip(values, on_all_ranks([*values], fit), strict=True)
-    others = [m for m, is_fit in agreed if not is_fit]
-    return found | encoded({m: state_like(m.param).copy_(values[m]) for m in others})
+        fit.append(found[m].codec is FACTORED and torch.equal(found[m].decode(), values[m]))
+    agreed = zip(values.items(), on_all_ranks([*values], fit), strict=True)
+    return found | encoded({m: state_like(m.param).copy_(x) for (m, x), fits in agreed if not fits})
 
 
 @torch.no_grad()
@@ -430,6 +428,9 @@ def _check_state(i: int, param: Tensor, saved: Any) -> None:
             _check_tensor(f"the scales of {what}", scales, param, codec.scale_dtype, of_scales)
         else:
             _check_tensor(what, value, param)
+    of_means = FACTORED.shapes(param.shape) if saved.keys() & {*MEANS} else ()
+    for name, shape in zip(MEANS, of_means, strict=False):
+        _check_tensor(f"{name} of parameter {i}", saved.get(name), param, shape=shape)
     if REST in saved:
         _check_tensor(f"{REST} of parameter {i}", saved[REST], param, torch.int16)
         if param.dtype != torch.bfloat16:

@@ -80,7 +80,7 @@ def restored(saved: StateTensor, codec: StateCodec, param: Tensor) -> StateTenso
     """A copy of a saved state of ``param``, converted to ``codec``."""
     if saved.codec.name == codec.name:
         codes, scales = codec.zeros_like(param)
-        if saved.codes.stride() == codes.stride():
+        if codec is FACTORED or saved.codes.stride() == codes.stride():
             codes.copy_(saved.codes)
             if scales is not None:
                 scales.copy_(saved.scales)

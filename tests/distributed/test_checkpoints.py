@@ -73,6 +73,7 @@ SMALL = [("nvfp4", 64, 32)]
 ALL = [(recipe, 256, 64) for recipe in FORMATS]
 HOPS = [(4, "parallel"), (3, "sharded"), (2, "ddp"), (4, "hybrid"), (2, "parallel"), (1, "alone")]
 INT8_HOPS = [(1, "alone"), (3, "sharded"), (4, "hybrid"), (1, "alone")]
+FACTORED_HOPS = [(2, "sharded"), (3, "root"), (1, "alone"), (4, "root")]
 MORE_HOPS = [(2, "parallel"), (1, "alone"), (4, "parallel"), (2, "ddp"), (2, "parallel")]
 MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "sharded")]
 
@@ -90,9 +91,11 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         ),
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
         ([*SMALL, ("mxfp4", 64, 32)], [(2, "sharded", "8bit")] * 2),
+        # On four ranks the last one has none of five rows.
+        ([*SMALL, ("float8block", 5, 32)], [(*each, "factored") for each in FACTORED_HOPS]),
         pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
     ],
-    ids=["quick", "cut", "int8", "offloaded", "8bit", "all"],
+    ids=["quick", "cut", "int8", "offloaded", "8bit", "factored", "all"],
 )
 @pytest.mark.table
 def test_any_layout_resumes_what_any_other_has_saved(cases, hops, tmp_path):

@@ -108,7 +108,7 @@ KERNELS = [
     (3, "root", "float8block", 64, 32),  # quantized after the exchange
     (2, "root", "float8", 31, 16),  # kernels step 16 rows, operators 15
     (2, "root", "delayed", 31, 16),
-    (2, "root", "nvfp4", 64, 32, "factored"),
+    *((n, "root", "nvfp4", 64, 32, "factored") for n in (2, 3)),
     (2, "root", "mxfp8", 64, 32, "no masters"),
     (2, "parallel", "nvfp4", 64, 32),
 ]

@@ -214,6 +214,8 @@ def misuse(rank: int) -> None:
     model = distribute(build(Recipe("float8block", activations="fake"), 256))
     with pytest.raises(NotImplementedError, match="under tensor parallelism"):
         loss_of(model)
+    with pytest.raises(NotImplementedError, match="to have factored second moments, got .*Shard"):
+        FP4Adam(model.parameters(), states="factored")
     compiled = distribute(build("nvfp4", 32))
     copied = copy.deepcopy(local(compiled.up.weight))
     compiled.compile(backend="aot_eager")

@@ -168,6 +168,8 @@ def refuse_shards_that_cut_blocks(rank: int) -> None:
     optimizer.step()
     expected = MXFP8Quantizer().quantize(optimizer.state[whole]["master_param"]._local_tensor)
     assert_same(whole._local_tensor._rowwise_data, expected.rowwise_data, "codes")
+    with pytest.raises(NotImplementedError, match="fully_shard alone, to have factored .*96, 32"):
+        FP4Adam([sharded(Float8Quantizer(), value)], states="factored")
     local = stand_in(MXFP8Quantizer().quantize(value[: 64 - 32 * rank]))
     with pytest.raises(ValueError, match=r"MXFP8Tensor must have multiples of 32 rows.*got 48"):
         FP4Adam([distributed(local, value)])

@@ -23,6 +23,7 @@ from fp4adam import (
     NVFP4Quantizer,
     Recipe,
 )
+from fp4adam.distributed import row_sums
 from fp4adam.distributed.cast import PartialCast
 from fp4adam.nn.fake_quantize import fake_quantize
 from fp4adam.tensors import backend
@@ -98,6 +99,12 @@ def step(quantizer, **options):
     train(FP4Adam, [Parameter(quantizer.quantize(weight)) for weight in weights], **options)
 
 
+def step_shards(levels):
+    """Factored second moments of shards whose rows are added to nodes of 2**levels."""
+    with mock.patch.object(row_sums, "LEVELS_OF_ROWS", levels + 1):
+        step(FORMATS["mxfp8"], states="factored")
+
+
 def cast(quantizer):
     weight = quantizer.quantize(torch.zeros(256, 256, dtype=BF16))
     if quantizer.layout.is_square:
@@ -133,6 +140,8 @@ def scenarios():
             yield f"cast {name}", lambda q=quantizer: cast(q)
             if name != "float8 delayed":
                 yield f"decode {name}", lambda q=quantizer: decode(q)
+    for k in range(row_sums.LEVELS_OF_ROWS - 1):
+        yield f"step shards of {2**k} rows", lambda k=k: step_shards(k)
     few, many = torch.zeros(16, 128, dtype=BF16), torch.zeros(256, 256)
     for kind in (NVFP4Quantizer, MXFP8Quantizer, Float8Quantizer, Float8BlockQuantizer):
         recipe = Recipe(kind(), activations="fake").quantizer

@@ -276,6 +276,7 @@ E4M3 = torch.float8_e4m3fn
 V, T, R, N, F = ValueError, TypeError, RuntimeError, NotImplementedError, FileNotFoundError
 AT_LEAST_0, NUMBER = "it must be a number >= 0", "it must be a number, or a one-element tensor"
 DENSE = "x must be a dense tensor"
+FACTORED = "factored second moments must come with decoupled_weight_decay, int8 masters or none"
 
 # Name: the misuse, the type of the exception, and what its text has to contain.
 MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
@@ -298,6 +299,18 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "masters in bfloat16": (new(master_weight_dtype=torch.bfloat16), V, ("must be one of float32, "
         "float16", "got torch.bfloat16")),
     "quantize_from": (new(quantize_from="x"), V, ("master, param_dtype", "got 'x'", "'master' ")),
+    "first moments: factored": (new(exp_avg_dtype="factored"), V, ("must be one", "got factored")),
+    "factored: FusedAdam": (call(lambda s: FusedAdam([s.late], states="factored")), N, (FACTORED,
+        "FusedAdam with as_te=True", "pass states='factored' to FP4Adam")),
+    "factored: a flag of Transformer Engine": (new(states="factored", adam_w_mode=True), N, (
+        FACTORED, "FP4Adam with as_te=True", "without adam_w_mode")),
+    "factored: L2 decay": (new(states="factored", decoupled_weight_decay=False), N, (FACTORED,
+        "got False, torch.int8")),
+    "factored: L2 decay of a group": (call(lambda s: FP4Adam([s.weight], states="factored")
+        .add_param_group({"params": [s.late], "decoupled_weight_decay": False})), N, (FACTORED,)),
+    "factored: masters in FP16": (new(states="factored", master_weight_dtype=torch.float16), N, (
+        FACTORED, "got True, torch.float16")),
+    "factored: amsgrad": (new(states="factored", amsgrad=True), N, ("with amsgrad, got factored",)),
     "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("be real and",
         "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("and dense for",
@@ -382,6 +395,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "state: step NaN": (loading_state("step", NAN), V, ("number >= 0", "got nan", "damaged")),
     "state: of SGD": (loading(lambda saved: saved["state"].update({0: {"momentum_buffer": 1}})), V,
         ("must hold step, exp_avg", "momentum_buffer", "another kind of optimizer")),
+    "state: no means by column": (loading_state("exp_avg_sq_rows", torch.ones(96)), V, (
+        "exp_avg_sq_columns of parameter 0 must be a floating", "got NoneType", "damaged")),
+    "state: means by row cut": (loading_state("exp_avg_sq_rows", torch.ones(3)), V, (
+        "exp_avg_sq_rows of parameter 0 must have shape (96,), got (3,)",)),
     "state: learning rate NaN": (loading_group(lr=NAN), V, ("learning rate: nan", AT_LEAST_0)),
     "state: one beta": (loading_group(betas=(0.9,)), V, ("betas must be two numbers, got",)),
     "compact: scales lost": (loading_compact(lambda s: s.pop("exp_avg_scale")), V, (
