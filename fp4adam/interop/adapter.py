@@ -87,6 +87,11 @@ class TensorAdapter:
         """
         raise NotImplementedError
 
+    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The fields ``scale`` and ``amax``, or None; each step reads which these are."""
+        fields = self.fields(tensor)
+        return fields.get("scale"), fields.get("amax")
+
     drop_columnwise: Callable[[Tensor], None] | None = None
     """Drops columnwise codes that were transposed from rowwise ones, which are new now; optional,
     for :func:`fp4adam.fp8_utils.quantize_master_weights`."""

@@ -115,7 +115,7 @@ class BorrowedTensor:
             if name == "amax":
                 self._copy_amaxes(quantizer, own)
             elif name == "block_scale_inv" and not layout.has_gemm_scales:
-                self._copy_grid(layout, rows, cols, own)
+                storage[name] = self._grid(layout, rows, cols, own)
             elif name.endswith("_scale_inv") and not layout.has_gemm_scales:
                 storage[name] = self._scale(name, own, layout.inner[name].extent(rows, cols))
         if layout.shares_codes and quantizer.columnwise:
@@ -135,22 +135,31 @@ class BorrowedTensor:
             scale = self.per_tensor_scale
             amax.copy_(_solve(quantizer.per_tensor_scale, scale, scale * quantizer.largest_value))
 
-    def _copy_grid(self, layout: Layout, rows: int, cols: int, grid: Tensor) -> None:
-        """Add the copies of the scales of square blocks, which the source may repeat per row."""
+    def _grid(self, layout: Layout, rows: int, cols: int, grid: Tensor) -> Tensor:
+        """The scales of square blocks: the field of rows if it fits, else ``grid``; and copies."""
         for usage in layout.kept:
-            scales = getattr(layout, usage).scales
+            scales, name = getattr(layout, usage).scales, f"{usage}_scale_inv"
+            if not scales.transposed and self._fits(self._field(name, grid.dtype), grid):
+                grid = self._field(name, grid.dtype)
+                continue
             blocks = grid.t() if scales.transposed else grid
-            extent = scales.extent(rows, cols)
-            target = self._field(f"{usage}_scale_inv", grid.dtype, extent=extent)
+            target = self._field(name, grid.dtype, extent=scales.extent(rows, cols))
+            # It may repeat them per row.
             for dim, n in zip((1, 0), reversed(layout.repeats(usage)), strict=True):
                 target = target.unflatten(dim, (blocks.shape[dim], n))
             self.copies.append((target, blocks[:, None, :, None]))
+        return grid
+
+    @staticmethod
+    def _fits(field: Tensor, own: Tensor) -> bool:
+        """Whether kernels can write this field themselves."""
+        is_aligned = field.data_ptr() % 16 == 0
+        return field.shape == own.shape and field.is_contiguous() and is_aligned
 
     def _scale(self, name: str, own: Tensor, extent: tuple[int, int]) -> Tensor:
         """The scales of one direction: the field itself if it fits, else ``own`` and a copy."""
         field = self._field(name, own.dtype)
-        is_aligned = field.data_ptr() % 16 == 0  # for kernels
-        if field.shape == own.shape and field.is_contiguous() and is_aligned:
+        if self._fits(field, own):
             return field
         if field.dim() == 2:
             inside = self._field(name, own.dtype, extent=extent)
@@ -226,8 +235,7 @@ class BorrowedTensor:
 
     def given_fields(self) -> tuple[Tensor | None, Tensor | None]:
         """The scale and the amax that the source has now, with delayed scaling."""
-        fields = self.adapter.fields(self.source)
-        return fields.get("scale"), fields.get("amax")
+        return self.adapter.given(self.source)
 
 
 _borrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

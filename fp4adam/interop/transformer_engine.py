@@ -116,9 +116,12 @@ class Float8Adapter(TransformerEngineAdapter):
         elif tensor._data is not None:
             # One that no step writes: strided, as that of a shard may be, or stale already.
             tensor._transpose_invalid = True
-        if _is_delayed(tensor._quantizer):
-            fields |= {"scale": tensor._quantizer.scale, "amax": tensor._quantizer.amax}
+        fields |= zip(("scale", "amax"), self.given(tensor), strict=True)
         return fields
+
+    def given(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        quantizer = tensor._quantizer
+        return (quantizer.scale, quantizer.amax) if _is_delayed(quantizer) else (None, None)
 
     def drop_columnwise(self, tensor: Tensor) -> None:
         tensor._reset_caches()
