@@ -142,6 +142,9 @@ def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
         assert read[-1] == 1 if seed == 0 else read[-1] < 0.1  # nothing is known at first
         assert not exceeding(optimizer).any()  # nothing is written twice
         assert_exact(param, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(param, optimizer, randn(4))
+    assert optimizer._whole.plan._groups[0].key.write_dtype is None  # and now nothing at all
 
 
 def test_a_tile_that_may_overtake_the_largest_is_read(device):
@@ -248,6 +251,10 @@ def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
         assert next_ratio(3.0, scalars) == pytest.approx(expected)
         update = 2 * scalars.step_size / scalars.rsqrt_bias_correction2
         assert largest_update(scalars, 4.0) == pytest.approx(update, rel=1e-3)
+        third = next_ratio(ratio_after(2, scalars), scalars)
+        assert ratio_after(3, scalars) == pytest.approx(third)
+    scalars = adam_scalars(OPTIONS | dict(betas=(0.5, 0.25)), 1)
+    assert ratio_after(3, scalars) == pytest.approx(1.0)
     for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
         scalars = adam_scalars(OPTIONS | options, 1)
         assert largest_update(scalars, ratio_after(1, scalars)) == math.inf
