@@ -82,8 +82,7 @@ class Encoding:
     ) -> dict[str, Tensor]:
         """The tensors of a whole stack [experts, rows, cols], given those of it as one matrix."""
         sizes = {key: (*shape[:-2], -1, x.shape[-1]) for key, x in stored.items()}
-        if self.bits == 4:  # a block of codes each
-            sizes[self.codes] = (*shape[:-1], -1, self.block[1] // 2)
+        sizes[self.codes] = (*shape[:-1], -1, self.block[1] // 2)  # a block of 4-bit codes each
         return {name + end: stored[key].view(sizes[key]) for key, end in self.stacked.items()}
 
     def cut(self, stored: dict[str, Tensor], rows: tuple[int, int]) -> dict[str, Tensor]:

@@ -48,7 +48,6 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for members in (module._parameters, module._buffers)
         for name, value in members.items()
-        if value is not None and name not in module._non_persistent_buffers_set
     }
     by_id = {id(value): value for value in own.values()}
     tensors: dict[str, Tensor] = {}

@@ -60,7 +60,7 @@ class _Slot:
             if init_dtype is not None:
                 value = tensor._high_precision_init_val.to(tensor.device)
         else:
-            own = self._received = tensor.detach()._map_storage(torch.empty_like)
+            own = self._received = tensor._map_storage(torch.empty_like)
             if init_dtype is not None:
                 value = torch.empty(tensor.shape, dtype=init_dtype, device=tensor.device)
         self._init_val = value

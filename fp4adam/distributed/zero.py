@@ -147,7 +147,7 @@ def _plan_for(
     sizes = [value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
     storages = [tensor._shared.tensors for tensor in tensors]
-    known = [borrowed, storages, [one.quantizer for one in tensors], starts, sizes, dtypes]
+    known = [borrowed, storages, starts, sizes, dtypes]
     plan = _plans.get(model_weights[0]) if tensors else None
     if plan is None or plan.known != known:
         aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]

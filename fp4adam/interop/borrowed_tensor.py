@@ -344,8 +344,8 @@ def _alike(borrowed: Iterable[BorrowedTensor]) -> list[list[BorrowedTensor]]:
 
 
 def _solve(function: Callable[[Tensor], Tensor], target: Tensor, start: Tensor) -> Tensor:
-    """Positive float32 x [n] with function(x) = target at most two from ``start``, or this."""
-    offsets = torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32, device=start.device)
+    """Positive float32 x [n] with function(x) = target at most one from ``start``, or this."""
+    offsets = torch.tensor([0, 1, -1], dtype=torch.int32, device=start.device)
     near = (start.view(torch.int32) + offsets[:, None]).view(torch.float32)
     first = (function(near) == target).int().argmax(0)
     return near.gather(0, first[None])[0]

@@ -267,8 +267,8 @@ class MasterWeightOptimizer(Optimizer):
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
-            sources = [one.source for one in borrowed]
-            torch.autograd.graph.increment_version([*(t.owner for t in quantized), *sources])
+            owners = [target.owner for target in quantized]
+            torch.autograd.graph.increment_version([*owners, *map(local, owners)])
             for target in targets:
                 target.record()
 

@@ -328,8 +328,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     upper = (bits + 0x8000) >> 16
-    remainder = (bits - (upper << 16)).to(torch.int16)
-    return upper.to(torch.int16).view(torch.bfloat16), remainder
+    return upper.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from fp4adam.optim.state_codec import FACTORED, INT8, PLAIN, REMAINDER, StateCod
 SCALES = {
     name: f"{name}_scale" for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 }
+# Whether the elements of a tensor fill a block of memory without gaps or overlaps, in any order.
+is_dense = torch.ops.aten.is_non_overlapping_and_dense
 
 
 class StateTensor(NamedTuple):
@@ -92,18 +94,6 @@ def state_like(param: Tensor) -> Tensor:
     """Zeros in the layout of ``param``: float32, or float64 for a float64 parameter."""
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps, in any order."""
-    if not tensor.numel():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _memory_order(x: Tensor) -> list[int]:

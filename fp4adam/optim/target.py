@@ -390,7 +390,7 @@ class QuantizedTarget(Target):
     def value(self) -> Tensor:
         written = self.start_value
         if written is None:
-            return self.param.detach().dequantize(torch.float32)
+            return self.param.dequantize(torch.float32)
         # A copy: a state_dict taken before quantize_model may hold the same storage.
         return written.to(self.param.device, torch.float32, copy=True).contiguous()
 

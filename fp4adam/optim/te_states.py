@@ -89,7 +89,6 @@ def set_scaled_state(self: Any, param: Tensor, state_name: str, unscaled_state: 
     _check_value(target, state_name, value)
     if not {"step", "exp_avg", "exp_avg_sq"} <= engine.states.get(param, {}).keys():
         initialize_state(self, param)
-    engine.drop_plan()
     with torch._C.DisableTorchFunctionSubclass():
         known = target.is_unwritten()
         state = {**engine.states[param]}

@@ -125,7 +125,7 @@ def amax(x, AXIS: tl.constexpr, KEEPS_NAN: tl.constexpr):
             x = tl.where(x == x, x, 0.0)  # NumPy warns of NaN alone
         largest = tl.max(tl.abs(x), AXIS)
         largest = tl.maximum(largest, 0.0)  # the number, if the other one is NaN
-    elif capability() > 0:
+    elif capability() != 0:
         largest = tl.reduce(tl.abs(x), AXIS, _larger)
     else:
         # As integers NaN is the largest; the interpreter reduces by a function element by element.
@@ -360,7 +360,7 @@ def _byte_assembly(FIRST, FLIPS):
 @triton.jit
 def byte_at(x, FIRST: tl.constexpr, FLIPS: tl.constexpr = 0):
     """Eight bits of int32 numbers from bit FIRST on, uint8, with those of FLIPS inverted."""
-    if capability() > 0:
+    if capability() != 0:
         assembly: tl.constexpr = _byte_assembly(FIRST, FLIPS)
         byte = tl.inline_asm_elementwise(
             assembly, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4

@@ -140,10 +140,9 @@ def encode_blocks(
     if LEAST == 0:
         # As unsigned numbers, since NaN may have a sign.
         largest = tl.max(x.to(tl.uint32, bitcast=True), 2)
-        largest = tl.minimum(largest, 0x7F800000).to(tl.int32)
     else:
-        largest = amax(x, 2, True).to(tl.int32, bitcast=True)
-    scale = tl.maximum(((largest + CARRY) >> 23) - TOP, 0)
+        largest = amax(x, 2, True).to(tl.uint32, bitcast=True)
+    scale = tl.maximum(((largest + CARRY) >> 23).to(tl.int32) - TOP, 0)
     scale = tl.where(largest >= 0x7F800000, 255, scale)[:, :, None]
     # Add the dither below the bits that are kept, so that a carry increments the code (into the
     # exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale 255, differ
@@ -301,7 +300,7 @@ def store_state(
         upper = (bits + 0x8000) >> 16
         code = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
         if STORE:
-            tl.store(extra_ptr + offs, (bits - (upper << 16)).to(tl.int16), mask)
+            tl.store(extra_ptr + offs, bits.to(tl.int16), mask)
     else:
         code = round_to(x, ptr.dtype.element_ty)
     if STORE:

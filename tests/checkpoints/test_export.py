@@ -30,7 +30,7 @@ from fp4adam import (
     use_plain_state_dict,
 )
 from fp4adam.checkpoints.export import gathered
-from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.layouts import LAYOUTS, Float8BlockEncoding
 from fp4adam.checkpoints.reader import CheckpointReader
 from helpers import assert_identical, stored
 from ranks import all_ranks, run_ranks
@@ -341,12 +341,18 @@ def test_hooks_do_not_come_between_a_model_and_its_checkpoints(recipe, layout, h
 
 def test_hooks_may_change_names(tmp_path):
     def rename(module, state, prefix, metadata):
-        state["decoder.weight"] = state.pop("down.weight")
-        del state["steps"]
-        state["version"] = torch.tensor(2)
+        state["encoder.weight"], state["decoder.weight"] = map(
+            state.pop, ("up.weight", "down.weight")
+        )
+        if not is_import:
+            del state["steps"]
+            state["version"] = torch.tensor(2)
 
-    model, optimizer = trained("nvfp4")
+    is_import, (model, optimizer) = True, trained("nvfp4")
     model.register_state_dict_post_hook(rename)
+    export_checkpoint(model, tmp_path / "codes")
+    assert_identical(bytes_of(import_checkpoint(model, tmp_path / "codes")), bytes_of(model))
+    is_import = False
     use_plain_state_dict(model)
     export_masters(model, optimizer, tmp_path)
     stored = load_file(tmp_path / FILE)
@@ -501,6 +507,12 @@ def test_blocks_of_one_row_are_not_taken_for_square_ones(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             import_checkpoint(build(None), tmp_path, quantizer)
+
+
+def test_scales_are_powers_of_two_if_all_are():
+    for scales, is_pow_2 in (([2.0, 0.0], True), ([2.0, 3.0], False)):
+        found = Float8BlockEncoding("fp8").quantizer_for([torch.tensor(scales), torch.ones(2)])
+        assert found.force_pow_2_scales is is_pow_2
 
 
 def test_a_changed_scale_counts_more_than_the_header(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,7 +122,9 @@ def test_experts_in_high_precision_are_stored_one_by_one_as_well(recipe, layout,
 
 
 @pytest.mark.parametrize("recipe", [None, "nvfp4"])
-def test_masters_of_stacks(recipe, tmp_path):
+def test_masters_of_stacks(recipe, tmp_path, monkeypatch):
+    others = Mock(PreTrainedModel=Router)  # none of whose models this is
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", others)
     model = make(recipe)
     optimizer = FP4Adam(model.named_parameters())
     model.experts.down_proj.grad = torch.randn(EXPERTS, DIM, DIM)
@@ -231,6 +235,8 @@ def test_stacks_of_several_modules_are_turned(tmp_path):
         part.experts.is_transposed = True  # whole stacks are stored
     quantize_model(model, "mxfp4", lambda module, name: name.endswith("experts"))
     export_checkpoint(model, tmp_path, "mxfp4")
+    stored = load_file(tmp_path / FILE)["1.experts.gate_up_proj_blocks"]
+    assert stored.shape == (EXPERTS, 2 * DIM, DIM // 32, 16)
     for part in other:
         for name, stack in part.experts.named_parameters():
             setattr(part.experts, name, nn.Parameter(stack.detach().mT.contiguous()))

@@ -189,6 +189,14 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
         assert torch.equal(out.cpu(), expected)
 
 
+def test_each_amax_joins_the_history_of_its_weight(path_device):
+    quantizer, largest = Float8Quantizer(scaling="delayed"), [2.0, 3.0]
+    weights = [quantizer.quantize(torch.ones(16, 32)).to(path_device) for _ in largest]
+    values = [torch.full((512,), x, device=path_device) for x in largest]
+    cast_in_shards(weights, values, [[0, 100, 512]] * 2, [torch.float32] * 2)
+    assert [weight._amax_history.max().item() for weight in weights] == largest
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     triton = pytest.importorskip("triton")

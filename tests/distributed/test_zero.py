@@ -302,7 +302,8 @@ def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
     with pytest.raises(
         NotImplementedError, match="drop_columnwise must be defined by TransformerEngineAd"
     ):
-        quantize_master_weights([weight], [master], [0], None)
+        first = te_tensor(NVFP4Quantizer(columnwise=False), torch.ones(16, 32))
+        quantize_master_weights([first, weight], [None, master], [None, 0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
     # None are dropped that are gathered, or that are not there.
     for quantizer in (MXFP8Quantizer(), NVFP4Quantizer(columnwise=False)):

@@ -179,11 +179,14 @@ def test_quantized_init_forms_groups():
     with quantized_init(NVFP4, scale_groups=hf_scale_groups):
         model = Attention()
     assert_fused(model, [param.get_high_precision_init_val() for param in model.parameters()])
-    quantize_model(
-        model := Attention(), NVFP4, scale_groups=[FUSED[:2], FUSED[2:] + ["o_proj.weight"]]
-    )
+    pairs = [FUSED[:2], FUSED[2:] + ["o_proj.weight"]]
+    quantize_model(model := Attention(), NVFP4, scale_groups=pairs)
     q, k, v, o = (param.amax_rowwise for param in model.parameters())
     assert q == k != v == o
+    for _ in range(2):
+        q, k, v, o = (param.scale_group for param in model.parameters())
+        assert q is k is not v is o is not None
+        FP4Adam(model.named_parameters(), scale_groups=pairs)  # which forms them anew
 
 
 def test_a_part_of_a_group_is_refused_before_anything_changes():

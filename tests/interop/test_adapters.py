@@ -114,6 +114,14 @@ def test_training_is_that_of_own_tensors(name, kind, path_device):
         assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autograd_sees_every_write(kind):
+    params = [te_tensor(NVFP4Quantizer(), random(SHAPE, seed).bfloat16()) for seed in range(2)]
+    before = [param._version for param in params]
+    step(KINDS[kind](params, lr=1e-2), 0)
+    assert all(param._version > old for param, old in zip(params, before, strict=True))
+
+
 def test_padding_is_left_alone():
     param, optimizer = stepped(NVFP4Quantizer())
     padding = param._rowwise_scale_inv[32:], param._columnwise_scale_inv[:, 3:]

@@ -83,6 +83,7 @@ def test_amax_is_that_of_the_updated_weight(quantizer, case, value, device):
     for grad in (randn(0, 1e-2), randn(1, 1e-2), value.sign() * 1e3):
         step(*weight, grad)
         assert_exact(*weight)
+        assert not exceeding(weight[1]).any()  # bounds hold, also where moments are negative
 
 
 @pytest.mark.slow
@@ -141,6 +142,25 @@ def test_only_tiles_near_the_maximum_are_read(device, monkeypatch):
         assert read[-1] == 1 if seed == 0 else read[-1] < 0.1  # nothing is known at first
         assert not exceeding(optimizer).any()  # nothing is written twice
         assert_exact(param, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(param, optimizer, randn(4))
+    assert optimizer._whole.plan._groups[0].key.write_dtype is None  # and now nothing at all
+
+
+def test_a_tile_that_may_overtake_the_largest_is_read(device):
+    """Steady gradients have the largest updates, whatever those of a weight that joins late are."""
+    value, grad = torch.zeros(2, 80, 16)  # two tiles
+    value[5, 7], value[70, 9], grad[5, 7], grad[70, 9] = 1.0, 0.983, 1.0, -1.0
+    params = [torch.nn.Parameter(NVFP4.quantize(value.to(device))) for _ in range(2)]
+    for param in params:
+        param._high_precision_init_val = value.to(device)
+    optimizer = FP4Adam(params, betas=(0.9, 0.95), weight_decay=0.0)
+    for i, optimizer.param_groups[0]["lr"] in enumerate((1e-9, 1e-9, 1e-9, 0.01)):
+        params[0].grad = grad.to(device)
+        params[1].grad = params[0].grad if i > 1 else None
+        optimizer.step()
+        assert not exceeding(optimizer).any()
+    assert params[0]._amax > 0.992
 
 
 def test_rounding_to_subnormal_numbers_hides_no_tile(device):
@@ -231,6 +251,10 @@ def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
         assert next_ratio(3.0, scalars) == pytest.approx(expected)
         update = 2 * scalars.step_size / scalars.rsqrt_bias_correction2
         assert largest_update(scalars, 4.0) == pytest.approx(update, rel=1e-3)
+        third = next_ratio(ratio_after(2, scalars), scalars)
+        assert ratio_after(3, scalars) == pytest.approx(third)
+    scalars = adam_scalars(OPTIONS | dict(betas=(0.5, 0.25)), 1)
+    assert ratio_after(3, scalars) == pytest.approx(1.0)
     for options in (dict(eps=0.0), dict(betas=(0.9, 0.0))):
         scalars = adam_scalars(OPTIONS | options, 1)
         assert largest_update(scalars, ratio_after(1, scalars)) == math.inf

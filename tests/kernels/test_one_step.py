@@ -70,6 +70,7 @@ FORMATS = {
     ),
 }  # fmt: skip
 STATES = {
+    "amsgrad": dict(amsgrad=True),
     "32bit": {},
     "16bit": dict(states="16bit"),
     "8bit": dict(states="8bit"),
@@ -77,7 +78,6 @@ STATES = {
     "BF16 moments, rounded": dict(
         quantize_from="param_dtype", exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16,
     ),
-    "amsgrad": dict(amsgrad=True),
     "int8 masters, amsgrad": dict(master_weight_dtype=torch.int8, amsgrad=True),
     "no masters": dict(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
 }  # fmt: skip
@@ -92,7 +92,7 @@ def cases():
                 continue
             if states == "no masters" and "any scale" in name:
                 continue
-            is_quick = states in ("32bit", "8bit") or name in EVERY_STATE
+            is_quick = states in ("amsgrad", "8bit") or name in EVERY_STATE
             marks = () if is_quick else pytest.mark.exhaustive
             yield pytest.param(quantizer, shapes, STATES[states], id=f"{name}, {states}",
                                marks=marks)  # fmt: skip

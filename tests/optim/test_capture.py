@@ -401,7 +401,7 @@ def test_unsupported_combinations_are_refused(device: str) -> None:
         param = Parameter(torch.ones(8, 4, device=device, dtype=grad.dtype))
         param.grad = grad.to(device)
         optimizer = FusedAdam([param], capturable=True)
-        with pytest.raises(RuntimeError, match=r"capturable=True needs parameters.*shape \(8, 4\)"):
+        with pytest.raises(RuntimeError, match=r"capturable=True needs.* \(8, 4\).* strides \("):
             optimizer.step()
         assert not any(state["step"] for state in optimizer.state.values())
 

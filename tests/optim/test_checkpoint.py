@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer
+from fp4adam.optim.state_dict import check_compact
 from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
@@ -288,6 +289,10 @@ def test_an_fp32_model_takes_the_masters_of_a_checkpoint(dtype: torch.dtype) -> 
         for i, param in enumerate(plain.parameters()):
             assert_identical(param.detach(), saved[i]["master_param"])
             assert sorted(resumed.state[param]) == ["exp_avg", "exp_avg_sq", "step"]
+    with torch.no_grad():
+        param.mul_(3)
+    with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+        resumed.load_state_dict(optimizer.state_dict())
 
 
 def test_reset_forgets_a_loaded_master_of_a_remainder() -> None:
@@ -329,6 +334,8 @@ def test_states_are_whole_or_those_of_shards() -> None:
         found = [one.state_dict()["state"][0] for one in both]
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[0][name], found[1][name].to_local())
+        with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
+            check_compact({sharded: {"master_param": torch.zeros(64, 32, dtype=torch.int8)}})
     finally:
         dist.destroy_process_group()
 

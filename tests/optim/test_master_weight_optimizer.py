@@ -143,7 +143,7 @@ def test_hooks_may_replace_what_is_loaded() -> None:
     optimizer = MasterWeightOptimizer(params, AdamW, lr=1.0)
     take_steps(optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"] |= {"first": 1, "second": 2}  # of no parameter
+    saved["state"] |= {"first": 1, "second": 2, 0: saved["state"][0] | {"n": 3}}  # no tensors
     take_steps(optimizer, range(1, 2))
     optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: saved)
     optimizer.load_state_dict(optimizer.state_dict())

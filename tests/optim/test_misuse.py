@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from fp4adam import (
     FP4Adam,
@@ -328,8 +329,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "adapter: no class of tensors": (call(lambda s: register_adapter(3, TensorAdapter())), T, (
         "tensor_class must be a class or its name", "got 3", "'module.Class'")),
     # Scale groups
-    "group: unknown member": (new(scale_groups=[["up.weight", "x"]]), V, ("among the 3 quantized",
-        "got 'x'", "model.named_parameters()")),
+    "group: unknown member": (call(lambda s: FP4Adam([*s.model.named_parameters()][1:],
+        scale_groups=[["x"]])), V, ("among the 2 quant", "got 'x'", "model.named_parameters()")),
     "group: plain member": (new(scale_groups=[["up.weight", "head.weight"]]), V, (
         "NVFP4 or Float8 weights", "'head.weight', a plain tensor", "leave it out")),
     "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
@@ -411,6 +412,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "compact: remainder cast": (cast("param_remainder", torch.float32), V, (
         "param_remainder of parameter 0 must be int16, got torch.float32",)),
     "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
+    "compact: codes of a master": (loading_compact(lambda s: s.update(
+        master_param=torch.ones(40, 3), weight_digest=torch.zeros(1).long())), V, ("be int8, got",)),
+    "compact: digest": (loading_compact(lambda s: s.update(master_param=torch.ones(40, 3).char(),
+        weight_digest=torch.zeros(2).long())), V, ("weight_digest of parameter 0 must have shape",)),
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
@@ -460,6 +465,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "import: another format": (importing(quantizer=MXFP8Quantizer()), V, ("must be a NVFP4Quant",
         "got MXFP8Quantizer", "leave it out")),
     "import: no direction": (importing(quantizer=NVFP4Quantizer(rowwise=False)), V, ("rowwise=T",)),
+    "import: an average inside": (importing(
+        lambda net: setattr(net, "late", AveragedModel(net.late))), V, ("by AveragedModel",)),
     "config: missing": (removing("config.json"), F, ("must exist", "pass the folder of")),
     "layer without scales": (without("up.weight_scale"), V, ("'up.weight'", "no 'up.weight_sc")),
     "layer without a bias": (without("up.bias"), V, ("lacks 1", "'up.bias'", "config.json")),

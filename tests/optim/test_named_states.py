@@ -250,6 +250,7 @@ def test_groups_count_steps():
     optimizer, params = narrow_pair()  # with an empty group
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     assert all(type(group["step"]) is int for group in optimizer.param_groups)
+    assert not any("step" in each for each in optimizer.compact_state_dict()["param_groups"])
     saved = optimizer.state_dict()
     assert [group["step"] for group in saved["param_groups"]] == [3, 3]
     optimizer.param_groups[0]["step"] = 7
@@ -271,6 +272,9 @@ def test_groups_count_steps():
     assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
     optimizer.load_state_dict(saved)
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    optimizer.param_groups[0]["step"] = 0
+    take_steps(optimizer, [0])
+    assert optimizer.state[params[1]]["step"] == 0
     optimizer.param_groups[0]["step"] = -1
     with pytest.raises(ValueError, match="step of a group must be a number >= 0, got -1"):
         optimizer.step()
@@ -280,11 +284,15 @@ def test_groups_count_apart_and_those_without_a_count_show_the_largest():
     params = weights()
     optimizer = FusedAdam([{"params": [param]} for param in params] + [{"params": []}])
     assert "step" not in optimizer.state_dict()["param_groups"][0]
+    optimizer.initialize_state(params[0])
+    assert optimizer.state and "step" not in optimizer.param_groups[0]
     set_grads(params[:1], 0)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())  # with one state
     take_steps(optimizer, [0])
     assert [group["step"] for group in optimizer.param_groups] == [2, 1, 2]
+    optimizer.initialize_state(params[0])
+    assert optimizer.state and [group["step"] for group in optimizer.param_groups] == [0, 1, 1]
 
 
 def test_states_are_a_dictionary_to_others():

@@ -198,7 +198,7 @@ def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatc
             return {2: "out of memory"}[code]
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append((device,)))
     link, owner = object.__new__(offload.Link), LateLink()
     link._device, link.pinned_bytes = torch.device("cpu"), 0
     memory = offload._pinned(link, 4096, owner)
@@ -208,7 +208,7 @@ def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MemoryError, match=r"65,536 bytes beyond the 4,096 .* \(out of memory\)"):
         offload._pinned(link, 2**16, owner)
     del owner, memory
-    assert (calls[-1], link.pinned_bytes) == ((address,), 0)
+    assert (calls[-2:], link.pinned_bytes) == ([(link._device,), (address,)], 0)
     assert kept.tolist() == [3.0] * 16
 
 

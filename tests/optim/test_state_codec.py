@@ -14,6 +14,7 @@ from fp4adam.optim.state_codec import (
     FACTORED,
     FLOAT16,
     FLOAT32,
+    REMAINDER,
     UE4M4,
     UE5M11,
     dither_bits,
@@ -178,12 +179,14 @@ def _recode_kernel(
         mask = (row + tl.arange(0, BR) < rows)[:, None] & (col + tl.arange(0, BC) < cols)[None, :]
     x = tl.load(x_ptr + start + offs, mask)
     dither = state.dither_of(start, cols, origin, state.OF_EXP_AVG, BR, BC)
-    stored, scale = state.store_state(codes_ptr, None, start, cols, mask, x, dither, CODEC, BR, BC)
+    stored, scale = state.store_state(
+        codes_ptr, scales_ptr, start, cols, mask, x, dither, CODEC, BR, BC
+    )
     state.store_scale(scales_ptr, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(stored_ptr + start + offs, stored, mask)
     tl.debug_barrier()
     scale = state.load_scale(scales_ptr, start, cols, mask, CODEC, BR, BC)
-    decoded = state.load_state(codes_ptr, None, start, cols, mask, scale, CODEC, BR, BC)
+    decoded = state.load_state(codes_ptr, scales_ptr, start, cols, mask, scale, CODEC, BR, BC)
     tl.store(decoded_ptr + start + offs, decoded, mask)
 
 
@@ -191,8 +194,9 @@ def kernel_view(codes):
     return codes.view(torch.uint16) if codes.dtype == torch.int16 else codes
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("codec", [FLOAT32, *NARROW], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [FLOAT32, REMAINDER, *NARROW], ids=lambda codec: codec.name)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
@@ -208,16 +212,21 @@ def test_tile_functions_give_the_bits_of_the_codecs(codec, masked, device):
     codes, scales = codec.encode(x, dither_bits(0, n, step).exp_avg)
     decoded = codec.decode(codes, scales)
     out, out_scales = codec.zeros_like(x.to(device))
+    if codec is REMAINDER:
+        out_scales = torch.zeros(n, dtype=torch.int16, device=device)
     results = [torch.zeros(n, device=device) for _ in range(2)]
     _recode_kernel[(triton.cdiv(rows, 16), triton.cdiv(cols, 64))](
         x.to(device), kernel_view(out), out_scales, *results, dither_origin(0, step), rows, cols,
         CODEC=codec.name, MASKED=masked, BR=16, BC=64, enable_fp_fusion=False,
     )  # fmt: skip
     nan = decoded.isnan()
-    if codec.scaled:
+    if scales is not None:
         assert torch.equal(out_scales.cpu(), scales)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()]
     assert torch.equal(out.cpu().view(bits), codes.view(bits))
+    if codec is REMAINDER:  # what is stored is the parameter, not the master
+        results.pop(0)
+        assert not scales[nan].any() and codes.view(bits)[nan].eq(0x7FC0).all()
     for result in results:
         assert torch.equal(result.cpu().isnan(), nan)
         assert bits_equal(result.cpu()[~nan], decoded[~nan])

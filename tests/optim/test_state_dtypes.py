@@ -43,12 +43,18 @@ def weight(quantizer, seed=0, shape=(64, 96)):
 # Which storage
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("options", "dtypes", "of_bfloat16"),
     [
         (dict(states="8bit"), (torch.int8, torch.uint8, torch.uint8), torch.int16),
         (dict(states="16bit"), (torch.float16, torch.bfloat16, torch.bfloat16), torch.float16),
         (dict(states="32bit"), (torch.float32,) * 3, torch.float32),
+        (
+            dict(states="8bit", master_weight_dtype=torch.float16),
+            (torch.float16, torch.uint8, torch.uint8),
+            torch.float16,
+        ),
         (dict(states="factored"), (torch.int8, torch.uint8, torch.float32), torch.int16),
         # Single options go before the word; BF16 parameters have remainders of their own.
         (

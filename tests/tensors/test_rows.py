@@ -239,6 +239,14 @@ def test_columns_within_blocks_are_decoded_copies(quantizer):
         assert torch.equal(tensor[:, 128:].dequantize(), tensor.dequantize()[:, 128:])
 
 
+@every_window
+def test_copies_of_windows_have_their_entries_alone(quantizer):
+    block = quantizer.layout.block
+    inner = quantizer.quantize(randn((4 * block, 256)))[block : 3 * block].clone().inner
+    for name, rows in quantizer.layout.rows_per_entry.items():
+        assert len(getattr(inner, name)) == 2 * block // rows
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @every_window
 def test_parts_together_are_the_whole(quantizer, dim):
