@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -214,11 +215,9 @@ def misuse(rank: int) -> None:
     model = distribute(build(Recipe("float8block", activations="fake"), 256))
     with pytest.raises(NotImplementedError, match="under tensor parallelism"):
         loss_of(model)
-    compiled = distribute(build("nvfp4", 32))
-    copied = copy.deepcopy(local(compiled.up.weight))
-    compiled.compile(backend="aot_eager")
-    with pytest.raises(Exception, match="must not be compiled"):
-        loss_of(compiled)
+    copied = copy.deepcopy(local(distribute(build("nvfp4", 32)).up.weight))
+    with pytest.raises(NotImplementedError, match="must not be compiled"), FakeTensorMode() as mode:
+        mode.from_tensor(copied)  # as a compiler does with each parameter
     with torch.no_grad():
         copied.copy_(torch.ones(copied.shape))
     with pytest.raises(RuntimeError, match="by parallelize_module"):
@@ -231,6 +230,19 @@ def misuse(rank: int) -> None:
 
 def test_what_does_not_fit_is_refused_on_every_rank():
     run(misuse, 2)
+
+
+def compile_parts(rank: int) -> None:
+    model = distribute(build("nvfp4", 32))
+    model.compile(backend="aot_eager")
+    with pytest.raises(Exception, match="must not be compiled"):
+        loss_of(model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.nightly
+def test_compiled_parts_are_refused():
+    run(compile_parts, 2)
 
 
 def test_a_torch_that_divides_tensors_otherwise_is_refused():

@@ -310,7 +310,7 @@ class Twin:
 
     @torch.no_grad()
     def check(self, where: str = "", gathers: bool = True) -> None:
-        """What ranks hold is, bit for bit, what one process has; else each rank looks at its own."""
+        """What ranks hold, or else each rank by itself, is what one process has, bit for bit."""
         if "bfloat16" in self.layout:
             return  # activations are rounded, too
         for (name, param), whole in zip(
