@@ -232,19 +232,6 @@ def test_what_does_not_fit_is_refused_on_every_rank():
     run(misuse, 2)
 
 
-def compile_parts(rank: int) -> None:
-    model = distribute(build("nvfp4", 32))
-    model.compile(backend="aot_eager")
-    with pytest.raises(Exception, match="must not be compiled"):
-        loss_of(model)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.nightly
-def test_compiled_parts_are_refused():
-    run(compile_parts, 2)
-
-
 def test_a_torch_that_divides_tensors_otherwise_is_refused():
     with pytest.raises(NotImplementedError, match="got none in torch"):
         wrap_shard_tensor(type("Shard", (), {}), tensor_parallel._shard_tensor)
