@@ -70,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # pytest would compile all of it anew, as the package of a plugin: a second in each worker.
+    getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set()).discard("hypothesis")
     if INTERPRETS and config.option.markexpr != QUICK:
         interpreter.sanitize_overflow(True)
 

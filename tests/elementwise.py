@@ -19,6 +19,12 @@ def _elementwise_kernel(x_ptr, y_ptr, numel, FUNCTION: tl.constexpr, BLOCK: tl.c
     tl.store(y_ptr + offs, y, mask)
 
 
+@triton.jit
+def inexact(x):
+    """What must not be: approximations, and a sum of a product where fusion is on."""
+    return tl.sqrt(x * x + 1.0) / x
+
+
 def elementwise(function: triton.JITFunction, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply a tile function to every element of ``x``."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)

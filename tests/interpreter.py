@@ -27,13 +27,16 @@ _scalar_constant = _semantic.scalar_constant
 _block_types: dict[tuple, tl.block_type] = {}
 _scalars: dict[tuple, tl.tensor] = {}
 _beside: dict[tuple, tl.tensor] = {}
+_common: dict[tuple, tl.block_type] = {}
+_cast = _semantic.cast
+_NOTHING_PATCHED = interpreter._LangPatchScope()
 
 
 def _patch_lang_once(function: Callable) -> Any:
     """Without what is done again for each function that a kernel calls."""
     if any(tl.core.is_builtin(module.load) for module in _language(function)):
         return _patch_lang(function)
-    return interpreter._LangPatchScope()
+    return _NOTHING_PATCHED
 
 
 @functools.cache
@@ -109,7 +112,7 @@ def _known_operands(lhs: Any, rhs: Any, *rest: bool, **named: bool) -> tuple:
     is_left, divides = type(lhs) is tl.tensor, rest[3:] == (True,)
     if is_left is (type(rhs) is tl.tensor):
         if is_left and not divides and lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
-            return _known_broadcast(lhs, rhs)
+            return _of_common_shape(lhs, rhs)
         return _binary_operands(lhs, rhs, *rest, **named)
     tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
     key = is_left, tensor.dtype.name, id(tensor.shape), type(number), number, rest, *named.items()
@@ -123,6 +126,21 @@ def _known_operands(lhs: Any, rhs: Any, *rest: bool, **named: bool) -> tuple:
 
 def _known_broadcast(lhs: tl.tensor, rhs: tl.tensor) -> tuple:
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(lhs, rhs)
+
+
+def _of_common_shape(lhs: tl.tensor, rhs: tl.tensor) -> tuple:
+    """Operands of one type, whose numbers NumPy repeats as it computes the result."""
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    key = lhs.dtype.name, id(lhs.shape), id(rhs.shape)
+    if key not in _common:
+        _common[key] = _broadcast(lhs, rhs)[0].type
+    # Results are of the type of the first.
+    return (lhs if lhs.type is _common[key] else tl.tensor(lhs.handle, _common[key])), rhs
+
+
+def _known_cast(value: tl.tensor, dtype: tl.dtype, *rounding: Any, **named: Any) -> tl.tensor:
+    return value if value.dtype is dtype else _cast(value, dtype, *rounding, **named)
 
 
 def _known_scalar_constant(value: Any, dtype: tl.dtype) -> tl.tensor:
@@ -189,6 +207,7 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_splat = lambda _, *args: _splat(*args)
     _semantic.binary_op_type_checking_impl = _known_operands
     _semantic.broadcast_impl_value = _known_broadcast
+    _semantic.cast = _known_cast
     _semantic.scalar_constant = _known_scalar_constant
     tl.core._unwrap_if_constexpr = _unwrap_if_any
     tl.block_type.with_element_ty = _known_with_element_ty

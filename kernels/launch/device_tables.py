@@ -52,12 +52,10 @@ class DeviceTables:
         self._device_words = torch.zeros(n_words, dtype=torch.int64, device=device)
         self.table = self._device_words[: self._table_words].view(-1, TABLE_WIDTH)
         on_device = self._device_words[self._table_words :].view(self._dtype)
+        self.scalars = on_device
         if n_hyper:
-            n = n_scalars * SCALARS_WIDTH
-            self.scalars = torch.zeros(n, dtype=torch.float32, device=device)
+            self.scalars = on_device.new_zeros(n_scalars * SCALARS_WIDTH, dtype=torch.float32)
             self.hyper = on_device.view(n_hyper, len(HYPER_COLUMNS))
-        else:
-            self.scalars = on_device
         self._uploaded: tuple[Any, ...] = (None, None, None)
         # Views of the words that steps upload, on the host and on the device.
         self._spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

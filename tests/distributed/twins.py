@@ -46,7 +46,7 @@ from fp4adam import (
 from fp4adam.distributed.dtensor import is_dtensor, like, local, part_for, sharded_dims
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.optim.state_tensor import SCALES
-from helpers import assert_identical, random
+from helpers import assert_identical, random, value_of
 from ranks import all_ranks, home
 
 FORMATS = ("nvfp4", "mxfp8", "float8block", "float8")
@@ -308,18 +308,22 @@ class Twin:
             is_written = shard._version > version  # which autograd sees
             if getattr(shard, "scale_group", None) is None:  # else it is written with the others
                 assert is_written is (grad is not None)
-        self.check()
+        self.check(gathers=False)
 
     @torch.no_grad()
-    def check(self, where: str = "") -> None:
-        """What ranks hold is, bit for bit, what one process has."""
+    def check(self, where: str = "", gathers: bool = True) -> None:
+        """What ranks hold, or else each rank by itself, is what one process has, bit for bit."""
         if "bfloat16" in self.layout:
             return  # activations are rounded, too
-        for (name, param), value in zip(
-            self.model.named_parameters(), whole_bytes(self.whole), strict=True
+        for (name, param), whole in zip(
+            self.model.named_parameters(), self.whole.parameters(), strict=True
         ):
-            found = bytes_of(whole_of(param))
-            assert_identical(found, {key: value[key] for key in found}, f"{where} {name}")
+            if gathers:
+                found, value = bytes_of(whole_of(param)), bytes_of(whole)
+                assert_identical(found, {key: value[key] for key in found}, f"{where} {name}")
+            else:  # what the others hold is checked by them, and by the next call that gathers
+                found, value = value_of(local(param)), part_for(param, value_of(whole))
+                assert_identical(found.to(home()), value.contiguous(), f"{where} {name}")
         if "zero" in self.layout:
             return  # each rank has the states of some parameters
         alone, own = (optimizer.state_dict()["state"] for optimizer in self.optimizers)

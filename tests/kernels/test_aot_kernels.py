@@ -224,6 +224,17 @@ def kernel_jobs(sm, forms):
     return found
 
 
+def quick_jobs(sm):
+    """One of each kernel, and one with faults that must be found."""
+    from elementwise import _elementwise_kernel, inexact
+
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "numel": "i32"}
+    constants = dict(FUNCTION=inexact, BLOCK=1024)
+    fault = Job(_elementwise_kernel, signature, constants, [*signature], sm, {})
+    faults = {"unfused": fault, "fused": fault._replace(options=dict(enable_fp_fusion=True))}
+    return kernel_jobs(sm, ONE_OF_EACH) | faults
+
+
 def most_spilled() -> int:
     """Bytes per thread that ptxas may spill, written and read: none up to Triton 3.8.
 
@@ -243,7 +254,7 @@ A_LITTLE = {"step nvfp4 8bit: step_kernel 1": 24, "step mxfp8 8bit: step_kernel 
 @pytest.mark.parametrize(
     "sm, forms",
     [
-        (90, ONE_OF_EACH),
+        (90, None),
         pytest.param(90, LAUNCHED_MOST, marks=pytest.mark.exhaustive),
         pytest.param(75, ONE_OF_EACH, marks=pytest.mark.exhaustive),
         pytest.param(86, LAUNCHED_MOST, marks=NIGHTLY),
@@ -254,7 +265,14 @@ A_LITTLE = {"step nvfp4 8bit: step_kernel 1": 24, "step mxfp8 8bit: step_kernel 
 )
 def test_kernels_compile_to_exact_and_wide_code_without_spills(sm, forms):
     pytest.importorskip("triton", reason="nothing can be compiled without Triton")
-    compiled = compile_ahead_of_time(kernel_jobs, sm, forms)
+    if forms is None:
+        compiled = compile_ahead_of_time(quick_jobs, sm)
+        fused, unfused = compiled.pop("fused"), compiled.pop("unfused")
+        assert count(fused, r"^fma\.rn\.f32$") > 0 == count(unfused, r"^fma")
+        assert count(unfused, r"^sqrt\.approx") > 0 < count(unfused, r"^div\.full")
+        assert count(unfused, r"^ld\.global\.v4") > 0 < count(unfused, r"^st\.global\.v4")
+    else:
+        compiled = compile_ahead_of_time(kernel_jobs, sm, forms)
     spilled = {name: each["spilled_bytes"] for name, each in compiled.items()}
     known = A_LITTLE if sm == 86 else {}
     assert not {n: x for n, x in spilled.items() if x > max(known.get(n, 0), most_spilled())}

@@ -413,9 +413,9 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "param_remainder of parameter 0 must be int16, got torch.float32",)),
     "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
     "compact: codes of a master": (loading_compact(lambda s: s.update(
-        master_param=torch.ones(40, 3), weight_digest=torch.zeros(1).long())), V, ("be int8, got",)),
+        master_param=torch.ones(40, 3), weight_digest=torch.zeros(1).long())), V, ("int8, got",)),
     "compact: digest": (loading_compact(lambda s: s.update(master_param=torch.ones(40, 3).char(),
-        weight_digest=torch.zeros(2).long())), V, ("weight_digest of parameter 0 must have shape",)),
+        weight_digest=torch.zeros(2).long())), V, ("weight_digest of parameter 0 must have",)),
     "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
     # Quantizers and tensors
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
