@@ -149,9 +149,9 @@ SECTIONS = (
         "torchtitan 0.2.2's own trainer: five layers of Llama 3 8B over bytes, 1.1 billion "
         "parameters in FP32, compiled blocks, 8 sequences of 2,048 per GPU; the second table with "
         "FSDP2 on two GPUs. Float8 is torchtitan's converter with tensorwise scales, or FP4Adam's "
-        "recipe. 30 steps are too few to compare losses. Runs of FP4Adam were resumed from a checkpoint "
-        "of torchtitan's: on one GPU three more losses were those of the run that went on, bit for "
-        "bit; on two GPUs, and from two on one, within 6e-5 and 8e-5.",
+        "recipe. 30 steps are too few to compare losses. Runs of FP4Adam were resumed from "
+        "torchtitan's checkpoints: on one GPU three more losses were those of the run that went "
+        "on, bit for bit; on two GPUs, and from two on one, within 6e-5 and 8e-5.",
         ("torchtitan_1gpu", "torchtitan_2gpu"),
         TITAN,
     ),

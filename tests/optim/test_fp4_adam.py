@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam, AdamW
 from torch.testing import assert_close
 
@@ -25,8 +24,6 @@ from helpers import (
     assert_identical,
     make_mlp,
     make_weight,
-    mlp_loss,
-    quantized,
     random,
     set_grads,
     snapshot,
@@ -43,50 +40,6 @@ compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:Deprecat
 
 
 # Learning
-
-
-def test_autocast_training_with_scaler_learns(device: str) -> None:
-    """One overflow on the way costs one step."""
-    model = make_mlp(NVFP4Quantizer(), device)
-    optimizer = FP4Adam(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=10)
-    losses = []
-    for step in range(20):
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16):
-            loss = mlp_loss(model, seed=step % 4)
-        losses.append(loss.item())
-        scaler.scale(loss * (math.inf if step == 5 else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert losses[-1] < 0.6 * losses[0]
-    assert scaler.get_scale() == 2.0**10  # halved once, doubled once
-    assert all(optimizer.state[param]["step"] == 19 for param in model.parameters())
-    assert_bytes_are_of_masters(optimizer)
-
-
-@pytest.mark.slow
-@compiles
-@every_recipe
-def test_compiled_model_and_step_train_as_the_eager_ones(quantizer: Quantizer, device: str) -> None:
-    torch.compiler.reset()
-    models = [make_mlp(quantizer, device) for _ in range(2)]
-    forwards = [models[0], torch.compile(models[1], backend="aot_eager", fullgraph=True)]
-    optimizers = [FP4Adam(model.parameters(), lr=1e-2) for model in models]
-    steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")]
-    for seed in range(5):
-        for forward, optimizer, step in zip(forwards, optimizers, steps, strict=True):
-            optimizer.zero_grad()
-            mlp_loss(forward, seed=seed).backward()
-            step()
-    # On a GPU the compiled graph may call other matmuls.
-    values = [[p.detach().float() for p in quantized(model.parameters())] for model in models]
-    assert_close(*values, rtol=0.3, atol=1e-2)
-    if device == "cpu":
-        for part in ("params", "state"):
-            assert_identical(*(snapshot(optimizer)[part] for optimizer in optimizers))
 
 
 def test_averages_in_copies_of_other_code_are_warned_of() -> None:

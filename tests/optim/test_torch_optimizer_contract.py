@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
@@ -160,42 +158,6 @@ def test_tensors_equal_the_same_floats(make: Make, device: str) -> None:
 
 
 # The step
-
-
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-FLAGS = ("amsgrad", "maximize", "adam_w_mode", "bias_correction", "master_weights")
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    shapes=st.lists(SHAPES | st.sampled_from([(1025,), (33, 65)]), min_size=1, max_size=4),
-    dtypes=st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4),
-    kwargs=st.fixed_dictionaries(
-        {
-            "lr": st.just(0.0) | st.floats(1e-12, 10),
-            "betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
-            "eps": st.sampled_from([0.0, 1e-8, 0.1]),
-            "weight_decay": st.sampled_from([0.0, 1e-2, 1.0, 3.0]),
-            **{name: st.booleans() for name in FLAGS},
-        }
-    ),
-    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e4]),
-    seed=st.integers(0, 2**16),
-)
-def test_fused_equals_operators_for_any_hyper_parameters(shapes, dtypes, kwargs, scale, seed):
-    def optimized(fused: bool) -> Optimizer:
-        params = [
-            make_params(DEVICE, dtype, [shape], seed)[0]
-            for shape, dtype in zip(shapes, dtypes, strict=False)
-        ]
-        optimizer = FusedAdam(params, **kwargs, fused=fused)
-        for step in range(2):
-            set_grads(params, seed + step, scale)
-            params[step % len(params)].grad = None
-            step_by_kernels(optimizer)
-        return optimizer
-
-    assert_same_optimization(optimized(True), optimized(False))
 
 
 @every_configuration
