@@ -232,7 +232,8 @@ def test_tensors_are_the_models_own_memory_and_read_when_their_turn_comes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masters(dtype, options, tmp_path):
     model, optimizer = trained("nvfp4", **options)
-    export_masters(model, optimizer, tmp_path, dtype, config={"dtype": "float16"})
+    config = {"dtype": "float16", "quantization_config": {}}
+    export_masters(model, optimizer, tmp_path, dtype, config=config)
     stored = load_file(tmp_path / FILE)
     states = optimizer.state_dict()["state"]
     for i, (name, _) in enumerate(model.named_parameters()):
@@ -550,6 +551,7 @@ def export_shards(rank: int, folder: str) -> None:
         model = build(None, dtype=torch.float32)
         for name in ("mask", "phase"):
             model.register_buffer(name, torch.empty(3), persistent=False)
+        model.register_buffer("missing", None, persistent=False)
     model._init_weights = lambda module: module.mask.fill_(2).add_(module.phase.fill_(1))
     import_checkpoint(model, f"{folder}/sharded", device="meta")
     fully_shard(model, mesh=all_ranks())

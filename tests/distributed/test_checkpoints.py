@@ -92,7 +92,11 @@ MORE_HOPS += [(3, "sharded"), (4, "parallel"), (2, "sharded"), (2, "ddp"), (4, "
         (SMALL, [(2, "sharded", states) for states in ("offloaded", "", "offloaded")]),
         ([*SMALL, ("mxfp4", 64, 32)], [(2, "sharded", "8bit")] * 2),
         # On four ranks the last one has none of five rows.
-        ([*SMALL, ("float8block", 5, 32)], [(*each, "factored") for each in FACTORED_HOPS]),
+        pytest.param(
+            [*SMALL, ("float8block", 5, 32)],
+            [(*each, "factored") for each in FACTORED_HOPS],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(ALL, [(*each, "") for each in MORE_HOPS], marks=NIGHTLY),
     ],
     ids=["quick", "cut", "int8", "offloaded", "8bit", "factored", "all"],

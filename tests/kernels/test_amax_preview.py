@@ -251,6 +251,8 @@ def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
         assert next_ratio(3.0, scalars) == pytest.approx(expected)
         update = 2 * scalars.step_size / scalars.rsqrt_bias_correction2
         assert largest_update(scalars, 4.0) == pytest.approx(update, rel=1e-3)
+        ascends = adam_scalars(OPTIONS | dict(betas=(beta1, 0.99), lr=-OPTIONS["lr"]), 1)
+        assert largest_update(ascends, 4.0) == largest_update(scalars, 4.0)
         third = next_ratio(ratio_after(2, scalars), scalars)
         assert ratio_after(3, scalars) == pytest.approx(third)
     scalars = adam_scalars(OPTIONS | dict(betas=(0.5, 0.25)), 1)
