@@ -305,9 +305,7 @@ class Twin:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             take_step(model, optimizer, grads)
         for shard, version, grad in zip(shards, versions, grads, strict=True):
-            is_written = shard._version > version  # which autograd sees
-            if getattr(shard, "scale_group", None) is None:  # else it is written with the others
-                assert is_written is (grad is not None)
+            assert grad is None or shard._version > version  # which autograd sees
         self.check(gathers=False)
 
     @torch.no_grad()
