@@ -139,8 +139,9 @@ class BorrowedTensor:
         """The scales of square blocks: the field of rows if it fits, else ``grid``; and copies."""
         for usage in layout.kept:
             scales, name = getattr(layout, usage).scales, f"{usage}_scale_inv"
-            if not scales.transposed and self._fits(self._field(name, grid.dtype), grid):
-                grid = self._field(name, grid.dtype)
+            field = self._field(name, grid.dtype)
+            if not scales.transposed and self._fits(field, grid):
+                grid = field
                 continue
             blocks = grid.t() if scales.transposed else grid
             target = self._field(name, grid.dtype, extent=scales.extent(rows, cols))
