@@ -175,7 +175,7 @@ SECTIONS = (
     Section(
         "Gradient release",
         "A GPT of 1.0 billion parameters, 8 sequences of 1,024, recomputed activations. "
-        "Released steps of quantized weights wait for the host.",
+        "With released gradients, the host sets the pace of quantized weights.",
         ("release_checkpointed",),
         TRAINING,
     ),
