@@ -1,10 +1,12 @@
 """Updates of an engine's weights: bytes and milliseconds, all of them or what a step has changed.
 
     python benchmarks/refit.py [--size tiny] [--layers N] [--format nvfp4,mxfp8] [--json refit.json]
+    torchrun --nproc-per-node 2 benchmarks/refit.py [--size 1b]    # shards of FSDP2
 
 A GPT trains on Python's own source code. At each learning rate it takes --steps steps; after each
 one the changed bytes are exported, packed, unpacked and applied in this process, and so is a full
-update. Host and device are waited for. What a network takes comes on top, by the bytes.
+update. Host and device are waited for. What a network takes comes on top, by the bytes. Under
+torchrun every process exports its shards, and the first one packs and applies.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import fp4adam
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from distributed import process_group, rank, shard, world_size
 from gpt import GPT, GPTConfig
 from options import PRESETS, count, device, formats
 from stdlib_text import cut_batch, load_text
@@ -45,7 +48,10 @@ def refit(
     """One update from export to the receiver's tensors: bytes, milliseconds."""
     wait()
     start = time.perf_counter()
-    packed = sender.export_changes(full).pack()
+    update = sender.export_changes(full)
+    if update is None:  # the first rank has it
+        return 0, 0.0
+    packed = update.pack()
     receiver.apply(fp4adam.WeightUpdate.unpack(packed))
     wait()
     return packed.nbytes, (time.perf_counter() - start) * 1e3
@@ -59,11 +65,15 @@ def measure(weights: str, args: argparse.Namespace, text: Tensor) -> list[dict[s
     with torch.device(args.device):
         model = GPT(GPTConfig(layers, preset["heads"], preset["dim"], preset["context"]))
     fp4adam.quantize_model(model.bfloat16(), weights)
+    parameters = sum(p.numel() for p in model.parameters())
+    if world_size() > 1:
+        shard(model)
     optimizer = fp4adam.FP4Adam(model.parameters(), lr=WARM_UP_LR)
     sender, receiver = fp4adam.WeightSender(model, LAYOUT_OF[weights]), fp4adam.WeightReceiver()
 
     def step(number: int) -> None:
-        tokens, targets = cut_batch(text, args.batch, preset["context"], seed=number)
+        seed = number * world_size() + rank()
+        tokens, targets = cut_batch(text, args.batch, preset["context"], seed)
         F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -84,17 +94,22 @@ def measure(weights: str, args: argparse.Namespace, text: Tensor) -> list[dict[s
         row = {
             "format": weights,
             "lr": lr,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "processes": world_size(),
+            "parameters": parameters,
         }
         for name, pairs in (("changed", changed), ("full", full)):
             sizes, times = zip(*pairs, strict=True)
             row |= {f"{name}_bytes": statistics.mean(sizes), f"{name}_ms": statistics.median(times)}
         rows.append(row)
+    refit(sender, receiver, full=False)
+    for name, tensor in fp4adam.export_tensors(model, LAYOUT_OF[weights]):  # gathers shards
+        if rank() == 0 and not torch.equal(receiver.tensors[name], tensor):
+            raise AssertionError(f"{weights}: {name} is not what the model would be exported as")
     return rows
 
 
 def main() -> None:
-    """Measure all formats; print a table, write the file."""
+    """Measure all formats."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", type=formats, default=[*LAYOUT_OF], metavar="NAME[,NAME]")
     parser.add_argument("--size", choices=PRESETS, default="tiny")
@@ -106,8 +121,15 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=Path("refit.json"))
     args = parser.parse_args()
-    text = load_text()[0].to(args.device)
-    rows = [row for weights in args.format for row in measure(weights, args, text)]
+    with process_group(torch.device(args.device).type):
+        text = load_text()[0].to(args.device)
+        rows = [row for weights in args.format for row in measure(weights, args, text)]
+        if rank() == 0:
+            report(rows, args)
+
+
+def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Write the file and print a table."""
     args.json.write_text(json.dumps({**about(args.device), "rows": rows}, indent=1) + "\n")
     print("| | parameters | lr | full, bytes | ms | changed, bytes | ms |")
     print("| --- " * 7 + "|")
