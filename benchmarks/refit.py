@@ -26,10 +26,11 @@ import fp4adam
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from distributed import process_group, rank, shard, world_size
 from gpt import GPT, GPTConfig
 from options import PRESETS, count, device, formats
 from stdlib_text import cut_batch, load_text
+
+from distributed import process_group, rank, shard, world_size
 
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "compressed-tensors", "float8block": "fp8"}
 RATES = (1e-5, 1e-6)

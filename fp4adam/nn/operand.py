@@ -2,7 +2,8 @@
 
 A class per format has all that differs between formats; ``FORMATS`` lists them. Casts of
 activations and gradients are plain operators that ``torch.compile`` fuses with what is around them;
-eager code on a GPU takes the kernels of the formats instead, which give the same bits.
+eager code on a GPU takes the kernels of the formats instead, which give the same bits. Float8Block
+has its kernel in compiled graphs as well.
 
 Every product is ``a @ b.T`` of two :class:`Operand`: forward x [tokens, K] with W [N, K]; input
 gradient dy [tokens, N] with W^T [K, N]; weight gradient dy^T [N, tokens] with x^T [K, tokens].
@@ -25,7 +26,8 @@ from fp4adam.formats.nvfp4 import NVFP4Quantizer
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.blocks import round_up
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
-from fp4adam.tensors.quantizer import Quantizer, check_dtype
+from fp4adam.tensors.quantizer import BY_KEY, Quantizer, check_dtype
+from fp4adam.tensors.storage import Storage
 from fp4adam.tensors.swizzle import row_by_row, swizzle_padded
 from fp4adam.tensors.transpose import transposed_codes
 
@@ -136,28 +138,12 @@ class Float8BlockOperands(OperandFormat):
     def quantize(
         self, x: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, is_gradient: bool
     ) -> list[Operand | None]:
-        if _takes_kernels(x):
-            usages = dict(rowwise=rowwise, columnwise=columnwise)
-            made = dataclasses.replace(quantizer, two_dimensional=False, **usages).quantize(x)
-            return [self.of_weight(made, usage) if usages[usage] else None for usage in usages]
-        along = across = None
-        blocks = x.unflatten(1, (-1, 128))
-        if rowwise:
-            scales, inverse = self._scales(_amax_bits(blocks).amax(2), quantizer)
-            codes = _float8(blocks.float() * scales.unsqueeze(2), E4M3).flatten(1)
-            along = Operand(codes, _transposed(inverse))
-        if columnwise:
-            blocks = x.unflatten(0, (-1, 128))
-            scales, inverse = self._scales(_amax_bits(blocks).amax(1), quantizer)
-            codes = _float8(blocks.float() * scales.unsqueeze(1), E4M3).flatten(0, 1)
-            across = Operand(_transposed(codes), inverse)
-        return [along, across]
-
-    def _scales(self, bits: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-        amax = bits.view(torch.float32).clamp(min=quantizer.amax_epsilon)
-        if quantizer.force_pow_2_scales:
-            return _power_of_2(amax.view(torch.int32), _EXPONENTS[E4M3])
-        return quantizer.encode(amax, None, torch.float32)[::-1]
+        make = _vectors if backend.runs_eagerly(x) else _traced_vectors
+        made = iter(make(x, quantizer._key, rowwise, columnwise))
+        return [
+            Operand(next(made).view(E4M3), next(made)) if is_wanted else None
+            for is_wanted in (rowwise, columnwise)
+        ]
 
     def of_weight(self, weight: QuantizedTensor, usage: str) -> Operand:
         codes = getattr(weight, f"{usage}_data").view(E4M3)
@@ -288,6 +274,38 @@ FORMATS: dict[type[Quantizer], OperandFormat] = {
     MXFP8Quantizer: MXFP8Operands(),
     NVFP4Quantizer: NVFP4Operands(),
 }
+
+
+@functools.lru_cache
+def _of_vectors(key: str, rowwise: bool, columnwise: bool) -> Quantizer:
+    usages = dict(rowwise=rowwise, columnwise=columnwise)
+    return dataclasses.replace(BY_KEY[key], two_dimensional=False, **usages)
+
+
+def _vectors(x: Tensor, key: str, rowwise: bool, columnwise: bool) -> list[Tensor]:
+    """Codes and scales of 1x128 blocks in each direction, for a weight's quantizer of this key.
+
+    In compiled graphs one operator: torch.compile would read x up to four times.
+    """
+    quantizer, made = (
+        _of_vectors(key, rowwise, columnwise),
+        _no_vectors(x, key, rowwise, columnwise),
+    )
+    quantizer.write(x, Storage(**dict(zip(quantizer.layout.inner, made, strict=True))))
+    return made
+
+
+def _no_vectors(x: Tensor, key: str, rowwise: bool, columnwise: bool) -> list[Tensor]:
+    (rows, cols), made = x.shape, []
+    for is_wanted, m, n in ((rowwise, rows, cols), (columnwise, cols, rows)):
+        if is_wanted:
+            made.append(x.new_empty((m, n), dtype=torch.uint8))
+            made.append(x.new_empty((n // 128, m), dtype=torch.float32))
+    return made
+
+
+_traced_vectors = torch.library.custom_op("fp4adam::quantize_vectors", mutates_args=())(_vectors)
+_traced_vectors.register_fake(_no_vectors)
 
 
 def _takes_kernels(x: Tensor) -> bool:

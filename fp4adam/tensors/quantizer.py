@@ -240,7 +240,7 @@ class Quantizer(QuantizerNames, Generic[T]):
 
     def register(self) -> None:
         """Make the quantizer known to compiled graphs, before they are traced."""
-        _BY_KEY.setdefault(self._key, self)
+        BY_KEY.setdefault(self._key, self)
 
     def decoded_shape(self, tensors: Storage) -> tuple[int, int]:
         """Rows and columns of the matrix that ``tensors`` hold."""
@@ -278,7 +278,7 @@ class Quantizer(QuantizerNames, Generic[T]):
         return are_quantized or self.optimize_for_gemm
 
 
-_BY_KEY: dict[str, Quantizer] = {}
+BY_KEY: dict[str, Quantizer] = {}  # those that compiled graphs name
 
 
 @torch.library.custom_op("fp4adam::dequantize", mutates_args=())
@@ -286,13 +286,13 @@ def _dequantize(
     inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
     """:meth:`Quantizer.read` in compiled graphs."""
-    return _BY_KEY[key]._read(Storage(**dict(zip(names.split(","), inner, strict=True))), dtype)
+    return BY_KEY[key]._read(Storage(**dict(zip(names.split(","), inner, strict=True))), dtype)
 
 
 @_dequantize.register_fake
 def _(inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Any = None) -> Tensor:
     tensors = Storage(**dict(zip(names.split(","), inner, strict=True)))
-    return inner[0].new_empty(_BY_KEY[key].decoded_shape(tensors), dtype=dtype)
+    return inner[0].new_empty(BY_KEY[key].decoded_shape(tensors), dtype=dtype)
 
 
 class _Quantize(torch.autograd.Function):

@@ -121,6 +121,7 @@ def test_kernel_makes_the_operands_of_the_torch_path(
     x[3, 7], x[5], x[tokens - 1, 4] = float("nan"), 0, torch.finfo(dtype).max
     x[9, 8], x[:, 9] = float("inf"), torch.finfo(dtype).tiny
     quantizer = Float8BlockQuantizer(**options)
+    quantizer.register()
     expected = operand.quantize(x, quantizer, *directions)
     monkeypatch.setattr(backend, "uses_kernels", lambda d: d.type == device)
     made = operand.quantize(x.to(device), quantizer, *directions)
