@@ -5,6 +5,7 @@ byte. Tiles inside the span need no masks. Tiles that it cuts are masked, elemen
 preserve what is not part of it. Each block, and each byte, belongs to a single tile.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from fp4adam.kernels.format import (
     per_element,
     scale_of_amax,
 )
-from fp4adam.kernels.launch.launch import Launch, on_its_device
+from fp4adam.kernels.launch.launch import Launch, kind_of, launch_of, on_its_device
 from fp4adam.kernels.launch.tensor_table import (
     TRITON_DTYPES,
     Form,
@@ -56,22 +57,22 @@ def _amax_kernel(x_ptr, amax_ptr, numel, N: tl.constexpr):
 def measure(x: Tensor) -> Tensor:
     """The largest magnitude of ``x``, contiguous, float32 [1]."""
     amax = x.new_zeros(1, dtype=torch.float32)
-    _amax_kernel[(triton.cdiv(x.numel(), AMAX_TILE),)](x, amax, x.numel(), N=AMAX_TILE)
+    n_programs, fixed = triton.cdiv(x.numel(), AMAX_TILE), (x.numel(),)
+    launch_of(_amax_kernel, n_programs, fixed, (AMAX_TILE,), 4, *kind_of(x))(x, amax)
     return amax
 
 
 @triton.jit
 def _quantize_kernel(
     x_ptr, rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, amax_ptr, out_ptr, rows,
-    cols, tiles_per_row, epsilon, F: tl.constexpr, MASKED: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
+    cols, tiles_per_row, epsilon, F: tl.constexpr, DECODES: tl.constexpr, MASKED: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a matrix, into codes and scales, or to what these decode to.
+    """Quantize a matrix, into codes and scales, or to what these decode to (DECODES), at out_ptr.
 
     Grid: (n_tiles,). Tile: [BR, BC], whole blocks. MASKED: it may reach past an edge. amax_ptr:
-    float32 [1], of formats that scale tensors. out_ptr: memory for values in place of codes, or
-    None. Reads x (2 or 4 bytes per element), writes half a byte or one per element and direction,
-    and the scales.
+    float32 [1], of formats that scale tensors. Pointers that are not needed may be any. Reads x (2
+    or 4 bytes per element), writes half a byte or one per element and direction, and the scales.
     """
     tile = tl.program_id(0)
     row, col = tile // tiles_per_row * BR, tile % tiles_per_row * BC
@@ -81,7 +82,7 @@ def _quantize_kernel(
     amax = tl.load(amax_ptr) if F.tensor_amax != "" else 0.0
     # The storage may be unaligned, so it is written in bytes.
     part, value = encode(to_float32(x), None, None, amax, epsilon, F, False)
-    if out_ptr is not None:
+    if DECODES:
         FORM: tl.constexpr = F.form
         factor, _ = decode_factor(part.row_scale, amax, epsilon, F)
         value = in_blocks(value, F.block, FORM) * per_element(factor, FORM)
@@ -95,29 +96,16 @@ def _quantize_kernel(
         store_block_scales(part, row, col, rows, cols, storage, F, BR, BC)
 
 
-def _launch_quantize(
-    x: Tensor,
-    storage: Sequence[Tensor | None],
-    amax: Tensor | None,
-    out: Tensor | None,
-    layout: Any,
-    tile: tuple[int, int],
-    masked: bool,
-) -> None:
-    (rows, cols), (br, bc) = x.shape, tile
-    across, epsilon = triton.cdiv(cols, bc), layout.scale_rule.amax_epsilon
-    _quantize_kernel[(triton.cdiv(rows, br) * across,)](
-        x, *storage, amax, out, rows, cols, across, epsilon, F=_format(layout, x.dtype),
-        MASKED=masked, BR=br, BC=bc, num_warps=max(1, min(8, br * bc // 1024)),
-        enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _largest_divisor(n: int, most: int, least: int) -> int:
-    """The largest power of two within the bounds that divides ``n``."""
-    while most > least and n % most:
-        most //= 2
-    return most
+def _quantize(layout: Any, constants: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> None:
+    """Launch the kernel with its seven tensors, and constants after its format."""
+    given = x, *(x if tensor is None else tensor for tensor in others)
+    (rows, cols), (*_, br, bc) = x.shape, constants
+    across = triton.cdiv(cols, bc)
+    fixed = rows, cols, across, layout.scale_rule.amax_epsilon
+    launch_of(
+        _quantize_kernel, triton.cdiv(rows, br) * across, fixed,
+        (_format(layout, x.dtype), *constants), max(1, min(8, br * bc // 1024)), *kind_of(*given),
+    )(*given)  # fmt: skip
 
 
 @on_its_device
@@ -126,11 +114,13 @@ def quantize(x: Tensor, out: Any, layout: Any) -> None:
     block = layout.block
     masked = block == 128  # may be cut at edges
     least, most = max(block, 16), 32 if block == 32 else 64
-    tile = _largest_divisor(x.shape[0], most, least), _largest_divisor(x.shape[1], 64, least)
+    # The largest powers of two that divide the sides.
+    tile = max(least, math.gcd(x.shape[0], most)), max(least, math.gcd(x.shape[1], 64))
     square = out.block_scale_inv
     scale = out.rowwise_scale_inv if square is None else square
     storage = out.rowwise_data, scale, out.columnwise_data, out.columnwise_scale_inv
-    _launch_quantize(x, storage, out.amax, None, layout, (128, 128) if masked else tile, masked)
+    constants = False, masked, *((128, 128) if masked else tile)
+    _quantize(layout, constants, x, *storage, out.amax, None)
 
 
 @on_its_device
@@ -141,7 +131,7 @@ def fake_quantize(x: Tensor, layout: Any) -> Tensor:
     """
     out = torch.empty_like(x)
     amax = None if layout.tensor_scale is None else measure(x)
-    _launch_quantize(x, (None,) * 4, amax, out, layout, (16, 128), True)
+    _quantize(layout, (True, True, 16, 128), x, *(None,) * 4, amax, out)
     return out
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4adam.kernels.format import code_values, decode_factor, format_of
-from fp4adam.kernels.launch.launch import Launch, alignment, on_its_device
+from fp4adam.kernels.launch.launch import alignment, kind_of, launch_of, on_its_device
 from fp4adam.kernels.tiles.codes import round_to
 
 # Groups of eight codes per program: two per thread.
@@ -79,24 +79,6 @@ def _dequantize_kernel(
         tl.store(out_ptr + out, value, mask)
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch(
-    shape: tuple[int, int],
-    strides: tuple[int, ...],
-    parts: tuple[int, int, int],
-    epsilon: float,
-    named: tuple[Any, ...],
-    *key: Any,
-) -> Launch:
-    """The launch for a shape. ``key``: dtype, device and alignments, which need other kernels."""
-    rows, cols = shape
-    across = triton.cdiv(cols, 8)
-    fixed = rows * across, across, cols, *strides, *parts, epsilon
-    names = ("F", "BLOCK_ROWS", "BLOCK_COLS", "PARTED", "PLAIN", "N")
-    constexprs = dict(zip(names, named, strict=True))
-    return Launch(_dequantize_kernel, triton.cdiv(rows * across, GROUPS), fixed, constexprs)
-
-
 def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
     """A function that decodes a ``Storage`` into ``out`` [rows, cols] whenever it is called.
 
@@ -126,10 +108,13 @@ def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
     F = format_of(layout, tensor_amax="stored" if layout.tensor_scale else "")
     given = data, data if scale is None else scale, data if tensors.amax is None else tensors.amax
     strides = (0, 0) if scale is None else scale.stride()[-2:]
-    launch = _launch(
-        tuple(target.shape), (*strides, *target.stride()), parts, layout.scale_rule.amax_epsilon,
-        (F, *block, parts[0] > 0, plain, GROUPS), out.dtype, out.device.index,
-        alignment(*given, out),
+    rows, cols = target.shape
+    across = triton.cdiv(cols, 8)
+    fixed = rows * across, across, cols, *strides, *target.stride(), *parts
+    launch = launch_of(
+        _dequantize_kernel, triton.cdiv(rows * across, GROUPS),
+        (*fixed, layout.scale_rule.amax_epsilon), (F, *block, parts[0] > 0, plain, GROUPS), 4,
+        *kind_of(out, *given),
     )  # fmt: skip
     return functools.partial(launch, *given, out)
 

@@ -304,8 +304,7 @@ def _no_vectors(x: Tensor, key: str, rowwise: bool, columnwise: bool) -> list[Te
     return made
 
 
-_traced_vectors = torch.library.custom_op("fp4adam::quantize_vectors", mutates_args=())(_vectors)
-_traced_vectors.register_fake(_no_vectors)
+_traced_vectors = backend.operator("quantize_vectors", _vectors, _no_vectors)
 
 
 def _takes_kernels(x: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,3 +69,19 @@ def is_capturing() -> bool:
 def runs_eagerly(tensor: Tensor) -> bool:
     """Whether no tracer is active, so that a plain function can replace a custom operator."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
+_OPERATORS = torch.library.Library("fp4adam", "FRAGMENT")
+
+
+def operator(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as an operator of compiled graphs, without gradients; ``fake`` returns empty results.
+
+    A call of what ``torch.library.custom_op`` makes takes 20 to 45 us longer.
+    """
+    schema = torch.library.infer_schema(run, mutates_args=())
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order
+    _OPERATORS.define(name + schema, tags=tags)
+    _OPERATORS.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4adam::{name}", fake, lib=_OPERATORS)
+    return getattr(torch.ops.fp4adam, name).default

@@ -281,18 +281,20 @@ class Quantizer(QuantizerNames, Generic[T]):
 BY_KEY: dict[str, Quantizer] = {}  # those that compiled graphs name
 
 
-@torch.library.custom_op("fp4adam::dequantize", mutates_args=())
-def _dequantize(
+def _traced_read(
     inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
-    """:meth:`Quantizer.read` in compiled graphs."""
     return BY_KEY[key]._read(Storage(**dict(zip(names.split(","), inner, strict=True))), dtype)
 
 
-@_dequantize.register_fake
-def _(inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Any = None) -> Tensor:
+def _fake_read(
+    inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
     tensors = Storage(**dict(zip(names.split(","), inner, strict=True)))
     return inner[0].new_empty(BY_KEY[key].decoded_shape(tensors), dtype=dtype)
+
+
+_dequantize = backend.operator("dequantize", _traced_read, _fake_read)
 
 
 class _Quantize(torch.autograd.Function):

@@ -110,6 +110,23 @@ def alignment(*tensors: Tensor) -> tuple[bool, ...]:
     return tuple(_data_ptr(tensor) % 16 == 0 for tensor in tensors)
 
 
+def kind_of(*tensors: Tensor) -> tuple[Any, ...]:
+    """What the kernels for these tensors depend on, but for dtypes that follow from the first."""
+    return tensors[0].dtype, tensors[0].get_device(), alignment(*tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_of(
+    kernel: Any, n_programs: int, fixed: tuple, constants: tuple, num_warps: int, *key: Any
+) -> Launch:
+    """The launch with these numbers; ``constants`` are the kernel's last arguments.
+
+    ``key``: all else that needs another kernel, such as what :func:`kind_of` returns.
+    """
+    constexprs = dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True))
+    return Launch(kernel, n_programs, fixed, constexprs, num_warps=num_warps)
+
+
 def is_on_current_device(tensor: Tensor) -> bool:
     """Whether a launch needs no other GPU than the current one; tensors on a CPU have none."""
     return not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()

@@ -180,19 +180,9 @@ def job(kernel, arguments, sm, options):
     return Job(kernel, signature, constants, divisible, sm, options)
 
 
-class Direct:
-    """A kernel that is launched without a ``Launch``."""
-
-    def __init__(self, kernel, record):
-        self._kernel, self._record = kernel, record
-
-    def __getitem__(self, grid):
-        return lambda *given, **named: self._record(self._kernel, *given, **named)
-
-
 def kernel_jobs(sm, forms):
     """The launches of scenarios, without repetitions: all, or those that ``forms`` names."""
-    from fp4adam.kernels import cast, plain_step, step
+    from fp4adam.kernels import plain_step, step
     from fp4adam.kernels.launch.launch import Launch
 
     found, numbers = {}, Counter()
@@ -212,8 +202,6 @@ def kernel_jobs(sm, forms):
 
     with mock.patch.object(Launch, "__call__", launched), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "uses_kernels", lambda device: True)
-        for name in ("_quantize_kernel", "_amax_kernel"):
-            patch.setattr(cast, name, Direct(getattr(cast, name), record))
         for module in (plain_step, step):
             patch.setattr(module, "compute_capability", lambda device: sm)
         for scenario, run in scenarios():

@@ -291,7 +291,7 @@ def test_recipe_stays_with_the_weight():
 @compiles
 @every_format
 def test_compiles_in_one_graph_without_opaque_operators(weights):
-    """So that Inductor fuses all casts, in the forward and in the backward pass."""
+    """So that Inductor fuses all casts but Float8Block's, which would read activations twice."""
     torch._dynamo.reset()
     layer, targets = layer_in(Recipe(weights, activations=True, gradients=True)), []
     eager = copy.deepcopy(layer)
@@ -311,7 +311,8 @@ def test_compiles_in_one_graph_without_opaque_operators(weights):
     assert len(targets) == 2  # forward and backward, once
     for target in (target for graph in targets for target in graph):
         is_operator = isinstance(target, torch._ops.OpOverload)
-        assert not is_operator or target.namespace in ("aten", "prims"), target
+        is_cast = weights == "float8block" and target is operand._traced_vectors
+        assert not is_operator or target.namespace in ("aten", "prims") or is_cast, target
 
 
 @compiles
