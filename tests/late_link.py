@@ -80,10 +80,10 @@ class LateLink(offload.Link):
 
 def offload_to(link: LateLink, chunk_bytes: int) -> contextlib.ExitStack:
     """Until it is closed, use small chunks and, for parameters on the CPU, this link."""
-    names = ("Link", "CHUNK_BYTES")
+    names = "Link", "CHUNK_BYTES", "LARGE_BYTES"
     before = {name: vars(offload)[name] for name in names}
     stack = contextlib.ExitStack()
     stack.callback(lambda: vars(offload).update(before))
-    offload.CHUNK_BYTES = chunk_bytes
+    offload.CHUNK_BYTES = offload.LARGE_BYTES = chunk_bytes
     offload.Link = lambda device: link if device.type == "cpu" else before["Link"](device)
     return stack

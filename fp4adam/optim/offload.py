@@ -26,6 +26,7 @@ from fp4adam.optim.state_tensor import is_dense
 from fp4adam.optim.target import State, Targets
 
 CHUNK_BYTES = 2**28  # of FP32 states that a chunk is filled up to
+LARGE_BYTES = 2**30  # beyond this, memory for two chunks at once is dearer than the wait for one
 _ALIGNMENT = 256  # of every state within its chunk; more than any kernel needs
 
 
@@ -304,7 +305,7 @@ class Link:
 
     def next_number(self, nbytes: int) -> int:
         """The buffer of a new chunk: they take turns, but large ones share the first."""
-        self._last = 0 if nbytes > CHUNK_BYTES else 1 - self._last
+        self._last = 0 if nbytes > LARGE_BYTES else 1 - self._last
         return self._last
 
     # What stand-ins for a GPU do in another way
