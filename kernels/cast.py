@@ -57,7 +57,7 @@ def _amax_kernel(x_ptr, amax_ptr, numel, N: tl.constexpr):
 def measure(x: Tensor) -> Tensor:
     """The largest magnitude of ``x``, contiguous, float32 [1]."""
     amax = x.new_zeros(1, dtype=torch.float32)
-    n_programs, fixed = triton.cdiv(x.numel(), AMAX_TILE), (x.numel(),)
+    n_programs, fixed = -(-x.numel() // AMAX_TILE), (x.numel(),)
     launch_of(_amax_kernel, n_programs, fixed, (AMAX_TILE,), 4, *kind_of(x))(x, amax)
     return amax
 
@@ -100,10 +100,10 @@ def _quantize(layout: Any, constants: tuple[Any, ...], x: Tensor, *others: Tenso
     """Launch the kernel with its seven tensors, and constants after its format."""
     given = x, *(x if tensor is None else tensor for tensor in others)
     (rows, cols), (*_, br, bc) = x.shape, constants
-    across = triton.cdiv(cols, bc)
+    across = -(-cols // bc)
     fixed = rows, cols, across, layout.scale_rule.amax_epsilon
     launch_of(
-        _quantize_kernel, triton.cdiv(rows, br) * across, fixed,
+        _quantize_kernel, -(-rows // br) * across, fixed,
         (_format(layout, x.dtype), *constants), max(1, min(8, br * bc // 1024)), *kind_of(*given),
     )(*given)  # fmt: skip
 

@@ -109,10 +109,10 @@ def decoder(out: Tensor, tensors: Any, layout: Any) -> Callable[[], None]:
     given = data, data if scale is None else scale, data if tensors.amax is None else tensors.amax
     strides = (0, 0) if scale is None else scale.stride()[-2:]
     rows, cols = target.shape
-    across = triton.cdiv(cols, 8)
+    across = -(-cols // 8)
     fixed = rows * across, across, cols, *strides, *target.stride(), *parts
     launch = launch_of(
-        _dequantize_kernel, triton.cdiv(rows * across, GROUPS),
+        _dequantize_kernel, -(-rows * across // GROUPS),
         (*fixed, layout.scale_rule.amax_epsilon), (F, *block, parts[0] > 0, plain, GROUPS), 4,
         *kind_of(out, *given),
     )  # fmt: skip
