@@ -64,8 +64,9 @@ def test_codes_move_to_a_buffer_and_are_written_there(name):
             with pytest.raises(NotImplementedError, match="alone or of square blocks"):
                 replace_raw_data(param, buffer[16:])
             continue
-        with pytest.raises(ValueError, match=f"contiguous uint8 of {size} bytes"):
-            replace_raw_data(param, buffer)
+        for wrong in (buffer, torch.zeros(size), buffer.repeat(2)[: 2 * size : 2]):
+            with pytest.raises(ValueError, match=f"contiguous uint8 of {size} bytes"):
+                replace_raw_data(param, wrong)
         fp8_utils.modify_underlying_storage(param, buffer[16:])
         assert torch.equal(buffer[16:], quantizer(value()).rowwise_data.flatten())
     own = nn.Parameter(quantizer(value() * 0))

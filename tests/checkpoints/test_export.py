@@ -65,6 +65,8 @@ class Model(nn.Module):
         self.lm_head.weight = self.embedding.weight
         for name in ("steps", "rounds"):
             self.register_buffer(name, torch.tensor(3))
+        for name in ("k_scale", "input_scale"):  # as scales are called that imports leave out
+            self.register_buffer(name, torch.rand(3))
         self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -201,17 +203,6 @@ def test_weights_of_zeros(value, tmp_path):
     stored = load_file(tmp_path / FILE)
     assert not decoded(stored, "up", "compressed-tensors").any()
     assert_identical(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
-
-
-def test_large_models_are_cut_into_files(tmp_path):
-    model, limit = build("mxfp8"), 4000
-    export_checkpoint(model, tmp_path, max_shard_bytes=limit)
-    for path in (files := [*tmp_path.glob("*.safetensors")]):
-        tensors = load_file(path).values()
-        assert sum(t.nbytes for t in tensors) <= limit or len(tensors) <= 2
-    assert 1 < len(files) < 6
-    import_checkpoint(other := build(None, seed=1), tmp_path, MXFP8Quantizer(columnwise=False))
-    assert torch.equal(other.up.weight.rowwise_data, model.up.weight.rowwise_data)
 
 
 def test_tensors_are_the_models_own_memory_and_read_when_their_turn_comes():
@@ -465,18 +456,6 @@ def test_what_cannot_be_exported(recipe, change, options, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
-    model = build("nvfp4")
-    with pytest.raises(TypeError, match="config must be a dictionary"):
-        export_checkpoint(model, tmp_path, config=3)
-    with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
-        export_masters(model, FP4Adam(model.parameters()), tmp_path, torch.float64)
-    monkeypatch.setattr(Model, "get_extra_state", lambda self: "state")
-    with pytest.raises(TypeError, match="got a str for '_extra_state'"):
-        export_checkpoint(model, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
     ("layout", "kinds", "option"),
@@ -514,16 +493,6 @@ def test_scales_are_powers_of_two_if_all_are():
     for scales, is_pow_2 in (([2.0, 0.0], True), ([2.0, 3.0], False)):
         found = Float8BlockEncoding("fp8").quantizer_for([torch.tensor(scales), torch.ones(2)])
         assert found.force_pow_2_scales is is_pow_2
-
-
-def test_a_changed_scale_counts_more_than_the_header(tmp_path):
-    model = build("nvfp4")
-    export_checkpoint(model, tmp_path, "modelopt")
-    rewrite(tmp_path, lambda tensors: tensors["up.weight_scale_2"].mul_(2), keeps_header=True)
-    import_checkpoint(other := build(None, seed=1), tmp_path)
-    values = (x.up.weight.dequantize(torch.float32) for x in (other, model))
-    assert torch.equal(next(values), 2 * next(values))
-    assert_identical(other.down.weight._amax, model.down.weight._amax)
 
 
 def export_shards(rank: int, folder: str) -> None:

@@ -34,20 +34,21 @@ def test_files(tmp_path):
         for dtype in checkpoint_folder.DTYPES.values()
         if dtype != torch.float8_e8m0fnu
     }
-    halves = torch.arange(8.0).chunk(2)  # of one storage
-    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ä": halves[0]}
-    entries = [tensors, {"b": halves[1]}]
+    parts = torch.arange(12.0).chunk(3)  # of one storage
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ä": parts[0]}
+    entries = [tensors, {"b": parts[1]}, {"c": parts[2]}]
     size = sum(x.nbytes for entry in entries for x in entry.values())
     checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, size, {"a": "ü"})
     stored = load_file(tmp_path / "one/model.safetensors")
-    assert_identical(stored, {**tensors, "b": halves[1]})
+    assert_identical(stored, {**tensors, "b": parts[1], "c": parts[2]})
     with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "a": "ü"}
     assert json.loads((tmp_path / "one/config.json").read_text()) == {"x": 1}
-    checkpoint_folder.write(tmp_path / "two", entries, {"config.json": {}}, size - 1, {})
+    checkpoint_folder.write(tmp_path / "two", entries, {"config.json": {}}, size - 17, {})
     index = json.loads((tmp_path / "two/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == size
-    assert index["weight_map"]["b"] == "model-00002-of-00002.safetensors"
+    for name in ("b", "c"):  # as a byte lacks for two
+        assert index["weight_map"][name] == "model-00002-of-00002.safetensors"
     for name, file in index["weight_map"].items():
         assert_identical({name: load_file(tmp_path / "two" / file)[name]}, {name: stored[name]})
 

@@ -255,7 +255,7 @@ def test_bad_values(recipe, tmp_path):
 def test_amaxes_of_a_header_that_cannot_be(folder):
     """Zeros and other values than the scale says are not taken, others are none."""
     expected = build("nvfp4").up.weight.dequantize(torch.float32)
-    for amax in ("0x0p+0", "-0x1p+0", "inf", "nan", "0x1p+2000", "rubbish", ""):
+    for amax in ("0x0p+0", "-0x1p+0", "0x1p+3", "inf", "nan", "0x1p+2000", "rubbish", ""):
         header = header_of(folder)
         header["__metadata__"]["up.weight.amax"] = amax
         put_header(folder, header)

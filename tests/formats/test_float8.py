@@ -57,14 +57,6 @@ def test_delayed_scaling_is_that_of_the_recipe(length, algorithm, margin, path_d
         assert tensor.rowwise_scale_inv.item() == (1 / recipe.scale).item()
 
 
-def test_a_new_tensor_knows_the_amax_of_its_values(path_device):
-    x = random((32, 32), 0, path_device)
-    tensor = Float8Quantizer(scaling="delayed", amax_history_len=4).quantize(x)
-    assert torch.equal(tensor.rowwise_data, Float8Quantizer().quantize(x).rowwise_data)
-    empty = Float8Quantizer(scaling="delayed").make_empty((32, 32), device=path_device)
-    assert empty.quantize_(x).scale == 1
-
-
 def test_tensors_without_a_known_amax_keep_the_scales_that_they_have(path_device):
     quantizer = Float8Quantizer(scaling="delayed", amax_history_len=1)
     values = [random((32, 48), seed, path_device) * 8**seed for seed in range(2)]
@@ -76,6 +68,3 @@ def test_tensors_without_a_known_amax_keep_the_scales_that_they_have(path_device
         cast.write(zeros)
     for tensor, value in zip(tensors, values, strict=True):
         assert torch.equal(tensor.scale, 448 / value.abs().max().view(1))
-
-
-# Rows of eight are what Transformer Engine's matmuls take; the others have odd strides.

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from fp4adam.formats import minifloat
-from fp4adam.tensors.encoding import amax_over, blocks_of
 from rounding_reference import E2M1, E4M3, E8M0, float32_inputs, signed_code
 
 
@@ -41,11 +40,3 @@ def test_e8m0_rounds_up_and_its_reciprocals_are_exact():
     assert torch.equal(minifloat.e8m0_value(codes), torch.from_numpy(E8M0[:255]).float())
     assert torch.equal(minifloat.e8m0_reciprocal(codes), torch.from_numpy(1 / E8M0[:255]).float())
     assert minifloat.e8m0_value(torch.tensor([255], dtype=torch.uint8)).isnan().all()
-
-
-def test_amaxes_of_blocks_ignore_nan_but_not_infinity():
-    x = torch.arange(-8.0, 8.0).view(4, 4)
-    x[0, 0], x[1, 1], x[3, 3] = torch.nan, -torch.nan, torch.inf
-    x[:2, 2:] = torch.nan
-    expected = torch.tensor([[7.0, 0.0], [5.0, torch.inf]])
-    assert torch.equal(amax_over(blocks_of(x, (2, 2)), (1, 3)), expected)

@@ -108,30 +108,10 @@ def test_members_take_the_launches_of_one_and_are_written_again_together(device,
         assert_fused(model, masters(model, optimizer))
 
 
-def test_the_optimizer_can_form_groups(device):
-    expected = make_model(device)
-    by_rule, by_name, by_parameter = (make_model(device, scale_groups=()) for _ in range(3))
-    members = [by_parameter.get_parameter(name) for name in FUSED]
-    optimizers = [
-        FP4Adam(expected.parameters()),
-        FP4Adam(by_rule.named_parameters(), scale_groups=hf_scale_groups),
-        FP4Adam(by_name.named_parameters(), scale_groups=[FUSED]),
-        FP4Adam(by_parameter.parameters(), scale_groups=iter([members])),
-    ]
-    for model, optimizer in zip(
-        (expected, by_rule, by_name, by_parameter), optimizers, strict=True
-    ):
-        set_grads(model.parameters(), 0)
-        optimizer.step()
-        assert_fused(model, masters(model, optimizer))
-        assert_same_bytes(model, expected)
-    alone = make_model(device)
-    FP4Adam(alone.parameters(), scale_groups=())
-    assert all(param.scale_group is None for param in alone.parameters())
-
-
 def test_groups_of_parameters_that_are_added_later(device):
     model = make_model(device, scale_groups=())
+    FP4Adam(model.parameters(), scale_groups=())
+    assert all(param.scale_group is None for param in model.parameters())
     named = dict(model.named_parameters())
     first = FUSED[:1]
     optimizer = FP4Adam([(n, named[n]) for n in first], scale_groups=hf_scale_groups)

@@ -28,7 +28,7 @@ from fp4adam import (
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
-from helpers import all_params, random
+from helpers import random, take_steps
 from te_stand_ins import (
     QUANTIZERS,
     SHAPE,
@@ -50,16 +50,10 @@ KINDS = {
 }
 
 
-def step(optimizer: FP4Adam, seed: int) -> None:
-    for param in all_params(optimizer):
-        param.grad = random(tuple(param.shape), seed, param.device).to(param.dtype)
-    optimizer.step()
-
-
 def step_each(optimizers: Iterable[FP4Adam], seeds: Iterable[int]) -> None:
     for seed in seeds:
         for optimizer in optimizers:
-            step(optimizer, seed)
+            take_steps(optimizer, [seed])
 
 
 def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def stepped(
     values = [random(SHAPE, seed, device).bfloat16() for seed in (9, 0)]
     other, param = (te_tensor(quantizer, value, **attributes) for value in values)
     optimizer = FP4Adam([other, param], lr=lr)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     return param, optimizer
 
 
@@ -110,7 +104,7 @@ def test_training_is_that_of_own_tensors(name, kind, path_device):
     assert next(measured) == next(measured)
     if isinstance(optimizers[1], FP4Adam):
         plan = optimizers[1]._whole.plan
-        step(optimizers[1], 3)
+        take_steps(optimizers[1], [3])
         assert optimizers[1]._whole.plan is plan  # nothing is worked out again
 
 
@@ -118,7 +112,7 @@ def test_training_is_that_of_own_tensors(name, kind, path_device):
 def test_autograd_sees_every_write(kind):
     params = [te_tensor(NVFP4Quantizer(), random(SHAPE, seed).bfloat16()) for seed in range(2)]
     before = [param._version for param in params]
-    step(KINDS[kind](params, lr=1e-2), 0)
+    take_steps(KINDS[kind](params, lr=1e-2), [0])
     assert all(param._version > old for param, old in zip(params, before, strict=True))
 
 
@@ -127,7 +121,7 @@ def test_padding_is_left_alone():
     padding = param._rowwise_scale_inv[32:], param._columnwise_scale_inv[:, 3:]
     for scales in padding:
         scales.fill_(7)
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     assert all((scales == 7).all() for scales in padding)
 
 
@@ -148,7 +142,7 @@ def test_masters_start_from_the_value_before_quantization_if_it_is_that(overwrit
             param.copy_(te_tensor(NVFP4Quantizer(), other))
         start = NVFP4Quantizer().quantize(other).dequantize(torch.float32)
     optimizer = FP4Adam([param], lr=0.0)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     assert torch.equal(master_of(optimizer, param), start)
     assert master_of(optimizer, param).data_ptr() != value.data_ptr() and not kept
 
@@ -165,7 +159,7 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer,
     else:
         with torch.no_grad():
             param.copy_(other)
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3
     assert_bytes_of_master(optimizer, param, quantizer)
@@ -175,10 +169,10 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer,
 def test_a_remainder_that_is_set_is_written_by_a_step_that_changes_nothing(quantizer):
     param = te_tensor(quantizer, random(SHAPE, 0).bfloat16())
     optimizer = FP4Adam([param], lr=0.0, master_weight_dtype=torch.int8)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     master = random(SHAPE, 5)
     optimizer.set_scaled_state(param, "master_param", master)
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     assert_bytes(param, te_tensor(quantizer, master))
 
 
@@ -189,8 +183,8 @@ def test_checkpoints_keep_masters_in_either_order(model_first, master_dtype):
     options = dict(lr=1e-2, exp_avg_dtype=torch.bfloat16, master_weight_dtype=master_dtype)
     trained, resumed = (te_tensor(quantizer, random(SHAPE, i).bfloat16()) for i in range(2))
     optimizer, other = (FP4Adam([param], **options) for param in (trained, resumed))
-    step(optimizer, 0)
-    step(other, 5)
+    take_steps(optimizer, [0])
+    take_steps(other, [5])
     for loads_model in (model_first, not model_first):
         if loads_model:
             with torch.no_grad():
@@ -306,7 +300,7 @@ def test_a_class_with_an_adapter_is_stepped(name, registry):
     for overwrite in (lambda: param.multiplier.mul_(2), replace):
         before = master_of(optimizer, param).norm()
         overwrite()
-        step(optimizer, 2)
+        take_steps(optimizer, [2])
         assert (master_of(optimizer, param).norm() / before - 2).abs() < 0.1
 
 
@@ -373,7 +367,7 @@ def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
     assert torch.equal(param._data, Float8Quantizer().quantize(master).rowwise_data)
     # It has made the transpose since.
     param._transpose, param._transpose_invalid = param._data.t().contiguous(), False
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     assert_bytes_of_master(optimizer, param, Float8Quantizer())
     assert (master - master_of(optimizer, param)).abs().max() < 0.1
 
@@ -404,7 +398,7 @@ def test_delayed_scaling_takes_scales_and_returns_amaxes(columnwise, path_device
             # Not 448 / amax, which torch computes as a product with the reciprocal.
             param._quantizer.scale.copy_(torch.full_like(amax, 448) / amax / 2.0 ** (seed * i))
         plan = optimizer._whole.plan
-        step(optimizer, seed)
+        take_steps(optimizer, [seed])
         assert seed < 2 or optimizer._whole.plan is plan  # nothing is worked out again
         for i, param in enumerate(params):
             master = master_of(optimizer, param)
@@ -420,11 +414,11 @@ def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
     param._quantizer.amax.fill_(0.25)
     before = te_bytes(param)
     optimizer.found_inf = torch.ones((), device=path_device)
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     assert_unchanged(param, before)
     assert param._quantizer.amax.item() == 0.25
     optimizer.found_inf.zero_()
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     assert torch.equal(param._scale_inv, 1 / param._quantizer.scale)
 
 
@@ -432,10 +426,10 @@ def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
     quantizers = Float8Quantizer(), Float8Quantizer(scaling="delayed")
     first, param = (te_tensor(each, random(SHAPE, 0).bfloat16()) for each in quantizers)
     optimizer = FP4Adam([first, param], lr=1e-2)
-    step(optimizer, 0)
+    take_steps(optimizer, [0])
     before = master_of(optimizer, param).clone()
     param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))
-    step(optimizer, 1)
+    take_steps(optimizer, [1])
     master = master_of(optimizer, param)
     assert (master - before).abs().max() < 0.02  # it went on from there
     assert_delayed(param, master)
@@ -445,5 +439,5 @@ def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
 def test_a_transpose_in_other_strides_is_declared_invalid():
     param = te_tensor(Float8Quantizer(), random(SHAPE, 0).bfloat16())
     param._transpose = torch.zeros(96, 40, dtype=torch.uint8)[:, :32]
-    step(FP4Adam([param]), 0)
+    take_steps(FP4Adam([param]), [0])
     assert param._transpose_invalid and not param._transpose.any()

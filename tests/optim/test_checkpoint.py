@@ -35,7 +35,6 @@ from helpers import (
 )
 
 NVFP4 = RECIPES["nvfp4"]
-SHAPE = (32, 32)
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
 
 

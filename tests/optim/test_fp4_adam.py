@@ -35,8 +35,6 @@ from waits import refusing_waits
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 every_recipe = pytest.mark.parametrize("quantizer", RECIPES.values(), ids=RECIPES.keys())
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-# torch.compile imports what torch itself has deprecated (2.11 with Python 3.12).
-compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 
 # Learning

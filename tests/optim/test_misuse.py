@@ -261,6 +261,11 @@ def assigning(scene: Scene) -> Callable[[], object]:
     return partial(model.load_state_dict, model.state_dict(), assign=True)
 
 
+def with_text(scene: Scene) -> Callable[[], object]:
+    scene.model.__class__ = type("Own", (Net,), {"get_extra_state": lambda self: "text"})
+    return partial(export_checkpoint, scene.model, scene.folder)
+
+
 def scattering(*values: object) -> Misuse:
     """``quantize_master_weights`` of one weight, with the arguments after it."""
     return call(lambda s: quantize_master_weights([s.late], *values, None))
@@ -460,6 +465,12 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         call(lambda s: export_masters(s.model, None, s.folder)), T,
         ("optimizer must be", "got NoneType", "pass the FP4Adam"),
     ),
+    "export: a number as config": (call(lambda s: export_checkpoint(s.model, s.folder, config=3)),
+        T, ("config must be a dictionary", "got a int")),
+    "export: masters in float64": (call(lambda s: export_masters(
+        s.model, s.optimizer, s.folder, torch.float64)), T, ("must be float32, bfloat16 or fl",)),
+    "export: text in the state": (with_text, T, ("must hold tensors, got a str for '_extra_state'",
+        "remove it")),
     # Import
     "import: no model": (call(lambda s: import_checkpoint("x", s.folder)), T, ("got str",)),
     "import: another format": (importing(quantizer=MXFP8Quantizer()), V, ("must be a NVFP4Quant",

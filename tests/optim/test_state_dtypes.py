@@ -18,7 +18,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim.remainder import NAN, complete, split_off
+from fp4adam.optim.remainder import NAN, complete, split_off, units
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import (
     RECIPES,
@@ -150,6 +150,18 @@ def test_remainders_keep_what_is_not_finite():
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
+
+
+@pytest.mark.parametrize("rounding", ["floor", "even", "up"])
+def test_remainders_reach_the_masters_of_saturated_codes(rounding):
+    """With "floor" weights up to 8 times the scale have the code of 6 times."""
+    values = torch.linspace(-1.999, 1.999, 128).view(2, 64)[:, torch.randperm(64)]
+    values = values.repeat(16, 1)
+    weight = MXFP4Quantizer(scale_rounding=rounding).quantize(values)
+    master = complete(weight, split_off(weight, values))
+    # Half a gap of 2 is 119.5 units, and scales are at most 1/2.
+    assert (master - values).abs().max() <= 0.5 * 0.5 * 2 / 119.5
+    assert units(weight).max().item() == pytest.approx(2 / 478)
 
 
 @pytest.mark.parametrize("model_first", [True, False])

@@ -161,7 +161,7 @@ class Run:
 
     def optimizer_of(self, params: list[Parameter]) -> Any:
         options = self.case.arguments | dict(offload_states=self.path == "offload")
-        groups = [self.params[:2]] if self.case.sharing else None
+        groups = iter([self.params[:2]]) if self.case.sharing else None
         optimizer = FP4Adam(params, scale_groups=groups, **options)  # which forms the groups
         if self.path == "any optimizer":  # of which FP4Adam is one, on FP32 masters
             return MasterWeightOptimizer(params, FP4Adam, **self.case.options)

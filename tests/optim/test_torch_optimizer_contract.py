@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -23,9 +22,9 @@ from torch.testing._internal.common_optimizers import optim_db
 
 import helpers
 from fp4adam import FP4Adam, FusedAdam, MasterWeightOptimizer, NVFP4Quantizer
+from helpers import random, set_grads, take_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REFUSED_FLAGS = ("capturable", "differentiable")
 ADAMW = next(info for info in optim_db if info.optim_cls is AdamW)
 # Processors differ in the payload of NaN.
@@ -60,31 +59,8 @@ def make_params(
     device: str,
     dtype: torch.dtype = torch.float32,
     shapes: Iterable[tuple[int, ...]] = ((2, 3), (5,), ()),
-    seed: int = 0,
 ) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
-    ]
-
-
-def copies(params: Iterable[Tensor], device: str | None = None) -> list[Parameter]:
-    """Parameters with the same values, dtypes and strides, and no gradient."""
-    return [Parameter(param.detach().clone().to(device or param.device)) for param in params]
-
-
-def set_grads(params: Iterable[Tensor], seed: int, scale: float = 1.0) -> None:
-    """The same gradients for the same seed, whatever the device and dtype of the parameters."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        grad = scale * torch.randn(param.shape, generator=generator)
-        param.grad = grad.to(param.device, param.dtype)
-
-
-def take_steps(optimizer: Optimizer, *seeds: int, scale: float = 1.0) -> None:
-    for seed in seeds:
-        set_grads(helpers.all_params(optimizer), seed, scale)
-        optimizer.step()
+    return [Parameter(random(shape, i, device).to(dtype)) for i, shape in enumerate(shapes)]
 
 
 def assert_same_optimization(actual: Optimizer, expected: Optimizer) -> None:
@@ -151,7 +127,7 @@ def test_tensors_equal_the_same_floats(make: Make, device: str) -> None:
         for optimizer in optimizers:
             scheduler = StepLR(optimizer, gamma=0.5, step_size=1)
             for seed in range(3):
-                take_steps(optimizer, seed)
+                take_steps(optimizer, [seed])
                 scheduler.step()
         assert_same_optimization(*optimizers)
         assert optimizers[0].param_groups[0]["lr"] is lr  # which the scheduler fills
@@ -193,7 +169,7 @@ def test_autograd_sees_that_a_step_changed_the_parameters(fused: bool, device: s
     x = torch.ones(2, 64, device=device, requires_grad=True)
     losses = [(param * param).sum() for param in params]
     losses += [torch.nn.functional.linear(x, weight).sum() for weight in weights]
-    take_steps(optimizer, 0)
+    take_steps(optimizer, [0])
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -212,7 +188,7 @@ def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device:
 
     params = make_params(device) + make_params(device, torch.bfloat16)
     optimizer, resumed = (make(named(params, has_names)) for has_names in names)
-    take_steps(optimizer, 0, 1)
+    take_steps(optimizer, range(2))
     old = deepcopy(optimizer.state_dict())
     for group in old["param_groups"]:  # of older versions
         for flag in ADAMW.not_og_supported_flags:
@@ -241,10 +217,10 @@ def test_names_survive_if_either_side_has_them(make: Make, names: tuple, device:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")
 @every_configuration
 def test_one_group_may_span_two_gpus(make: Make) -> None:
-    params = make_params("cuda:0", torch.bfloat16)
-    spread = [*copies(params[:1]), *copies(params[1:], "cuda:1")]
+    params, others = (make_params(f"cuda:{i}", torch.bfloat16) for i in range(2))
+    spread = [Parameter(params[0].detach().clone()), *others[1:]]
     for each in (params, spread):
-        take_steps(make(each), 0, 1, 2)
+        take_steps(make(each), range(3))
     assert_identical(*([param.cpu() for param in each] for each in (params, spread)))
 
 

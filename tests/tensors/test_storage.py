@@ -200,13 +200,3 @@ def test_a_write_to_one_inner_tensor_is_one_to_all(quantizer, copied, device):
         before = versions(tensor)
         inner.zero_()
         assert {version + 1 for version in before.values()} == set(versions(tensor).values())
-
-
-@every_quantizer
-def test_an_inner_tensor_of_someone_else_counts_for_itself(quantizer):
-    tensor = quantizer.quantize(randn())
-    flat = torch.zeros(tensor._rowwise_data.numel(), dtype=tensor._rowwise_data.dtype)
-    tensor._rowwise_data = flat.view(tensor._rowwise_data.shape)
-    before = [inner._version for inner in tensor.inner.versioned]
-    flat.zero_()
-    assert [inner._version for inner in tensor.inner.versioned] != before
