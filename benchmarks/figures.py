@@ -57,32 +57,27 @@ def figures_of_steps() -> Figures:
         ("**`FP4Adam`, NVFP4 weights**", "FP4Adam, NVFP4 rowwise"),
         ('the same, `states="8bit"`', "FP4Adam, NVFP4 rowwise, 8-bit states"),
     ):
-        step = Record("h100/step")
+        step = Record("h200/step")
         fields = "weight_bytes_per_param", "state_bytes_per_param", "ms", "share_of_copy"
         weight, state, ms, share = (step.get(field, name, model="gpt") for field in fields)
         nbytes = weight + state + (4 if weight == 4 else 2)
         bold = "**" if title.startswith("**") else ""
         cells = (f"{ms:.2f}", f"{100 * share:.0f} %", f"{nbytes:.1f}")
         yield "README.md", " | ".join([title, *(f"{bold}{x}{bold}" for x in cells)])
-    newest, kinds = Record("h200/step_bytes"), ("8-bit states", "factored second moments")
-    times = (newest.get("ms", f"FP4Adam, NVFP4 rowwise, {kind}") for kind in kinds)
-    yield "README.md", "on an H200 now {:.1f}, factored ones {:.1f}.".format(*times)
-    names = ("NVFP4 rowwise, 8-bit states", "NVFP4 rowwise")
-    times = (step.get("ms", f"FP4Adam, {name}") for name in names)
-    yield (
-        "README.md",
-        "{:.1f} ms for 973 M NVFP4 weights, where FP32 states take {:.1f}".format(*times),
-    )
-    two, eager = Record("h100/scaling_fp8"), Record("h200/scaling_2gpu_eager")
-    names = ("FP4Adam, Float8", "FusedAdam, BF16", "FusedAdam, torchao")
-    times = (two.get("train_ms", name) for name in names)
-    yield "README.md", "**{:.1f} ms** in place of {:.1f} and {:.1f}".format(*times)
+    kinds = ", 8-bit states", ", factored second moments", ""
+    times = (step.get("ms", f"FP4Adam, NVFP4 rowwise{kind}", model="gpt") for kind in kinds)
+    words = "{:.1f} ms for 973 M NVFP4 weights, factored ones {:.1f}, FP32 states {:.1f}"
+    yield "README.md", words.format(*times)
+    two, eager = Record("h200/torchtitan_2gpu"), Record("h200/scaling_2gpu_eager")
+    names = ("FP4Adam, Float8", "torch AdamW fused, BF16", "torch AdamW fused, torchao")
+    rates = (two.get("tokens_per_second", name) for name in names)
+    yield "README.md", "**{:,.0f}** in place of {:,.0f} and {:,.0f}".format(*rates)
     bf16 = eager.get("train_ms", "FusedAdam, BF16")
     names = ("NVFP4", "MXFP8", "Float8Block")
     shares = [100 * eager.get("train_ms", f"FP4Adam, {name}") / bf16 for name in names]
     for page in ("README.md", "docs/several_gpus.md"):
         yield page, f"{min(shares):.0f} to {max(shares):.0f} % of BF16's"
-    full, fp8 = Record("h100/full_finetune"), Record("h100/fp8_4k")
+    full, fp8 = Record("h200/full_finetune"), Record("h200/training_4k_compiled")
     block = "FP4Adam, Float8Block, factored second moments, no masters"
     three = (block, "flashoptim FlashAdamW, BF16", "torch AdamW fused, BF16 (no masters)")
     peaks = "a peak of **{:.1f} GiB** (Float8Block, factored) where flashoptim takes {:.1f} and "

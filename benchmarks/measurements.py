@@ -118,7 +118,7 @@ SECTIONS = (
     Section(
         "States in 8 bits",
         'The same GPT, `states="8bit"`. Instructions set the pace, not bytes.',
-        ("../h100/step",),
+        ("step",),
         (MS, SHARE, WEIGHT, STATE),
         only="8-bit states",
     ),
@@ -139,9 +139,9 @@ SECTIONS = (
     ),
     Section(
         "Two GPUs with FSDP2",
-        "A GPT of 1.0 billion parameters in BF16, 8 sequences of 1,024 per GPU; the second "
-        "table with compiled blocks.",
-        ("scaling_2gpu_eager", "scaling_2gpu_compiled", "../h100/scaling_fp8"),
+        "A GPT of 1.0 billion parameters in BF16, 2,048 wide, 8 sequences of 1,024 per GPU; the "
+        "second table with compiled blocks. The host of that machine sets the pace of all rows.",
+        ("scaling_2gpu_eager", "scaling_2gpu_compiled"),
         SCALING,
     ),
     Section(
@@ -151,7 +151,8 @@ SECTIONS = (
         "FSDP2 on two GPUs. Float8 is torchtitan's converter with tensorwise scales, or FP4Adam's "
         "recipe. 30 steps are too few to compare losses. Runs of FP4Adam were resumed from "
         "torchtitan's checkpoints: on one GPU three more losses were those of the run that went "
-        "on, bit for bit; on two GPUs, and from two on one, within 6e-5 and 2e-4.",
+        "on, bit for bit; on two GPUs, and from two on one, within 6e-5 and 2e-4. "
+        "FP4Adam's Float8 row on two GPUs is of another machine of the same kind.",
         ("torchtitan_1gpu", "torchtitan_2gpu"),
         TITAN,
     ),
@@ -160,7 +161,7 @@ SECTIONS = (
         "transformers' Llama in the shape of Llama-3.1-8B, one sequence of 4,096 tokens, "
         "activations kept or recomputed; embeddings and head in BF16. Quantized weights have the "
         "directions that their matmuls read: both with FP8 matmuls, else one.",
-        ("../h100/full_finetune", "../h100/full_finetune_compiled", "full_finetune_factored"),
+        ("full_finetune", "../h100/full_finetune_compiled"),
         FINETUNING,
     ),
     Section(
