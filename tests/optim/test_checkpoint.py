@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
@@ -122,6 +123,9 @@ def test_states_without_a_count_have_that_of_their_group(of_group, lost, counts)
 @pytest.mark.parametrize("kind", [FP4Adam, FusedAdam])
 def test_a_new_parameter_comes_back_from_adamw_with_its_own_count(kind: type[FusedAdam]) -> None:
     optimizer, params = stepped((2,))
+    later = kind([{"params": [meta := Parameter(randn(4, device="meta"))]}, {"params": []}])
+    later.load_state_dict(optimizer.state_dict())
+    assert later.state[meta]["step"].device == params[0].device  # the host, as there is no graph
     new = Parameter(randn(4, seed=7))
     optimizer.add_param_group({"params": [new]})
     groups = [{"params": params}, {"params": []}, {"params": [new]}]
@@ -334,6 +338,14 @@ def test_states_are_whole_or_those_of_shards() -> None:
         found = [one.state_dict()["state"][0] for one in both]
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[0][name], found[1][name].to_local())
+        models = [make_mlp("mxfp8", "cpu") for _ in range(2)]
+        fully_shard(models[1], mesh=mesh)
+        options = dict(states="factored", master_weights=False)
+        both = [FP4Adam(model.parameters(), **options) for model in models]
+        take_steps(both[0], [0])
+        both[1].load_state_dict(both[0].compact_state_dict())
+        found = [one.state_dict()["state"][0] for one in both]
+        assert torch.equal(found[0]["exp_avg_sq"], found[1]["exp_avg_sq"].to_local())
         with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
             check_compact({sharded: {"master_param": torch.zeros(64, 32, dtype=torch.int8)}})
     finally:

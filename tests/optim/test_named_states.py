@@ -44,8 +44,8 @@ def weights(device="cpu") -> list[Parameter]:
 
 
 # TE's example seeds masters by hand, in this order.
-def test_masters_are_seeded_by_hand(device):
-    params = weights(device)
+def test_masters_are_seeded_by_hand(path_device):
+    params = weights(path_device)
     optimizer = FP4Adam(params, lr=1e-2)
     for param in params:
         optimizer.initialize_state(param, False)
@@ -57,6 +57,13 @@ def test_masters_are_seeded_by_hand(device):
     take_steps(optimizer, [0])
     assert torch.equal(optimizer.get_unscaled_state(params[0], "master_param"), seed)
     assert_bytes_are_of_masters(optimizer)
+    before = copy.deepcopy([param.detach() for param in params])
+    for param in params:
+        master = optimizer.get_unscaled_state(param, "master_param")
+        optimizer.set_scaled_state(param, "master_param", 2 * master)
+    optimizer.param_groups[0]["lr"] = 0.0
+    take_steps(optimizer, [1])  # which writes nothing
+    assert_identical([param.detach() for param in params], before)
 
 
 @pytest.mark.parametrize("stored", STORED)

@@ -76,9 +76,10 @@ def test_options_choose_the_storage(options, dtypes, of_bfloat16):
     state = optimizer.state[plain]
     assert state.get("param_remainder", state.get("master_param")).dtype == of_bfloat16
     assert optimizer.state[double]["exp_avg"].dtype == torch.float64
-    plain.data = plain.data.half()
+    plain.data, state = plain.data.half(), optimizer.state[param]
+    state["param_remainder"] = state.pop("master_param").short()  # as if it had been BF16
     take_steps(optimizer, [1])
-    assert "param_remainder" not in optimizer.state[plain]
+    assert not any("param_remainder" in state for state in optimizer.state.values())
 
 
 def test_remainders_are_those_of_8bit_unless_they_are_refused():
@@ -182,13 +183,13 @@ def test_loaded_remainders_of_another_scale_are_dropped_aloud():
     """Codes and scales of blocks are the same; the last of what they complete is not."""
     value = random((64, 96), 0, scale=0.02)
     params = [Parameter(NVFP4Quantizer().quantize(value * factor)) for factor in (1, 2)]
-    optimizer, other = (FP4Adam([param], states="8bit") for param in params)
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer = FP4Adam(params[:1], lr=0.0, states="8bit")
     take_steps(optimizer, [1])
-    other.load_state_dict(optimizer.compact_state_dict())
-    other.param_groups[0]["lr"] = 0.0
-    with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
-        take_steps(other, [2])
+    for states in ("8bit", "32bit"):
+        other = FP4Adam(params[1:], states=states)
+        with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+            other.load_state_dict(optimizer.compact_state_dict())
+            take_steps(other, [2])
 
 
 # Weights in 8 bits without masters

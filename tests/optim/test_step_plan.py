@@ -9,7 +9,7 @@ from triton.runtime import _async_compile
 import helpers
 from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, FusedAdam
 from fp4adam.kernels.launch import launch
-from fp4adam.optim import launch_group
+from fp4adam.optim import launch_group, step_plan
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.optim.update_bound import ratio_after
 from fp4adam.tensors.fingerprint import Column, Fingerprint
@@ -78,7 +78,23 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
         trained.step()
         plan = plan if skipped == 2 else trained._whole.plan
     assert trained._whole.plan is plan
+    bound = ratio_after(9, adam_scalars(trained.param_groups[0], 1))  # of the one most stepped
+    assert plan.counter._ratio == pytest.approx(bound)
     assert_goes_on_as_operators(trained)
+
+
+def fails(*_):
+    raise RuntimeError("out of registers")
+
+
+def test_other_gradients_after_a_step_that_has_failed(trained, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of registers"):
+        patch.setattr(step_plan, "ScaleWriteback", fails)
+        set_grads(trained.param_groups[0]["params"], 2, skip=(0,))
+        trained.step()
+    set_grads(trained.param_groups[0]["params"], 2)
+    trained.step()
+    assert [state["step"].item() for state in trained.state.values()] == [3.0] * 4
 
 
 def test_gradients_are_not_kept_alive(trained):
@@ -142,10 +158,6 @@ def test_a_first_step_whose_kernels_cannot_be_compiled_is_repeated(states, devic
     params = [make_weight(RECIPES["mxfp8"], device, keeps_value=True), *make_params(device)]
     both = [FP4Adam(some, lr=1e-2, states=states) for some in (params, copy.deepcopy(params))]
     before = copy.deepcopy([param.detach() for param in params])
-
-    def fails(*_):
-        raise RuntimeError("out of registers")
-
     with monkeypatch.context() as patch:
         patch.setattr(launch_group, "DeviceTables", fails)
         set_grads(params, 0)
