@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer
+from fp4adam.distributed.dtensor import like
 from fp4adam.optim.state_dict import check_compact
 from fp4adam.tensors import rows
 from helpers import (
@@ -346,6 +347,12 @@ def test_states_are_whole_or_those_of_shards() -> None:
         both[1].load_state_dict(both[0].compact_state_dict())
         found = [one.state_dict()["state"][0] for one in both]
         assert torch.equal(found[0]["exp_avg_sq"], found[1]["exp_avg_sq"].to_local())
+        weight, other = make_weight(NVFP4, "cpu", (64, 32)), Parameter(torch.ones(3))
+        params = [other, Parameter(like(sharded, weight.detach()))]  # that no fully_shard has made
+        optimizer = FP4Adam(params)
+        with pytest.raises(NotImplementedError, match="must be replicated, or sharded by fully_s"):
+            take_steps(optimizer, [0])
+        assert not optimizer.state
         with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
             check_compact({sharded: {"master_param": torch.zeros(64, 32, dtype=torch.int8)}})
     finally:
