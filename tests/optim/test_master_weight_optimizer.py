@@ -180,16 +180,6 @@ def test_parameters_may_be_exchanged_before_the_first_step(device: str) -> None:
     assert_bytes_are_of_masters(optimizer)
 
 
-def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
-    param = Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
-    optimizer = MasterWeightOptimizer([param], SGD, lr=0.0)
-    take_steps(optimizer, [0])
-    with torch.no_grad():
-        param.add_(2**-7)  # the next number, to which a loaded master would belong
-    with pytest.warns(UserWarning, match="masters of 1 weights restart"):
-        take_steps(optimizer, [1])
-
-
 def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
     class Broken(SGD):
         def step(self, closure: Any = None) -> None:
@@ -205,6 +195,16 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
     with optimizer.masters():
         pass
     assert_bytes_are_of_masters(optimizer)
+
+
+def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
+    param = Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer([param], SGD, lr=0.0)
+    take_steps(optimizer, [0])
+    with torch.no_grad():
+        param.add_(2**-7)  # the next number, to which a loaded master would belong
+    with pytest.warns(UserWarning, match="masters of 1 weights restart"):
+        take_steps(optimizer, [1])
 
 
 # What is refused
