@@ -501,8 +501,8 @@ class Targets:
 
     def keep_only(self, owners: Sequence[Tensor]) -> None:
         """Forget all others, which may have been taken out of the groups."""
-        is_lost = any(map(is_quantized, self._known)) and not any(map(is_quantized, owners))
-        if is_lost and {*owners} - {*self._known}:
+        shapes = {owner.shape for owner in filter(is_quantized, self._known)}
+        if shapes and {*owners} - {*self._known} and not shapes & {p.shape for p in owners}:
             raise RuntimeError(
                 "quantized parameters must stay in their groups, got plain ones in the place of "
                 "all of them, as from DeepSpeed, which decodes weights to flat memory; use "

@@ -336,9 +336,8 @@ def test_states_are_whole_or_those_of_shards() -> None:
         both[1].load_state_dict(both[0].compact_state_dict())
         found = [one.state_dict()["state"][0] for one in both]
         assert torch.equal(found[0]["exp_avg_sq"], found[1]["exp_avg_sq"].to_local())
-        weight, other = make_weight(NVFP4, "cpu", (64, 32)), Parameter(torch.ones(3))
-        params = [other, Parameter(like(sharded, weight.detach()))]  # that no fully_shard has made
-        optimizer = FP4Adam(params)
+        weight = Parameter(like(sharded, make_weight(NVFP4, "cpu", (64, 32)).detach()))
+        optimizer = FP4Adam([Parameter(torch.ones(3)), weight])  # that no fully_shard has made
         with pytest.raises(NotImplementedError, match="must be replicated, or sharded by fully_s"):
             take_steps(optimizer, [0])
         assert not optimizer.state

@@ -113,6 +113,8 @@ def test_factored_second_moments_are_of_quantized_matrices():
     saved["state"][0]["exp_avg_sq"].mul_(4)  # another optimizer's, of which these are no factors
     optimizer.load_state_dict(saved)
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq"], 4 * found[0])
+    optimizer.param_groups[0]["params"] = [Parameter(torch.ones(2, 16, 32))]  # of one of them
+    take_steps(optimizer, [2])
 
 
 OTHERS = {
