@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,21 @@ def take_steps(optimizer: Optimizer, seeds: Iterable[int]) -> None:
     for seed in seeds:
         set_grads(all_params(optimizer), seed)
         optimizer.step()
+
+
+def launched_by(optimizer: Optimizer) -> list[str]:
+    """The names of the kernels that a step launches."""
+    from fp4adam.kernels.launch.launch import Launch  # after TRITON_INTERPRET
+
+    launched, original = [], Launch.__call__
+
+    def spy(self: Any, *signals: Tensor) -> None:
+        launched.extend([self._kernel.__name__] if self._grid[0] else [])
+        original(self, *signals)
+
+    with mock.patch.object(Launch, "__call__", spy):
+        optimizer.step()
+    return launched
 
 
 def train(optimizer: Optimizer, losses: Iterable[Tensor]) -> list[float]:

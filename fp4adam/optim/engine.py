@@ -45,13 +45,11 @@ class Signals(NamedTuple):
 class Clipping:
     """The coefficients that clip some local gradients, which it does not keep alive.
 
-    ``coefficients``: min(max_norm / (norm + 1e-6), 1), float32 [1], by the device of gradients.
+    ``coefficient``: min(max_norm / (norm + 1e-6), 1), float32 [1].
     """
 
     def __init__(self, grads: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
-        coefficient = (max_norm / (norm.float().view(1) + 1e-6)).clamp(max=1.0)
-        devices = {grad.device for grad in grads if grad is not None}
-        self.coefficients = {d: coefficient.to(d, non_blocking=True) for d in devices}
+        self.coefficient = (max_norm / (norm.float().view(1) + 1e-6)).clamp(max=1.0)
         # To the memory: references to gradients would keep Module.to() from swapping them.
         self._alive = [g if g is None else StorageWeakRef(g.untyped_storage()) for g in grads]
         self._known = [g if g is None else (g.data_ptr(), g._version) for g in grads]
@@ -186,7 +184,7 @@ class Engine:
         except Exception:
             self.drop_plan()
             raise
-        self.plan.run(self.clipping.coefficients if self.clipping else {}, *signals, captures)
+        self.plan.run(self.clipping and self.clipping.coefficient, *signals, captures)
         self.clipping = None
 
     def check_clip(self) -> None:

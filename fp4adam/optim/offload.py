@@ -72,13 +72,9 @@ class OffloadedEngine(Engine):
         self.check_clip()
         for part in active:
             self._link(part)
-        try:
-            for part in active:
-                part.clipping = self.clipping
-                self.step_part(part, signals)
-        except BaseException:
-            self.forget()
-            raise
+        for part in active:
+            part.clipping = self.clipping
+            self.step_part(part, signals)
         self.clipping = None
 
     def step_part(self, part: Engine, signals: Signals) -> None:
@@ -104,7 +100,8 @@ class OffloadedEngine(Engine):
                 self._keep(part, link)
 
     def _keep(self, part: Engine, link: "Link") -> None:
-        new = part.states
+        new, part.states = part.states, {}
+        part.drop_plan()
         self._chunks.pop(part, None)
         link.wait()
         try:
@@ -113,8 +110,6 @@ class OffloadedEngine(Engine):
             self.states |= {param: self.placed(param, state) for param, state in new.items()}
             raise
         self.states |= {param: {**state, **chunk.host[param]} for param, state in new.items()}
-        part.drop_plan()
-        part.states = {}
 
     def _make_room(self, chunk: "_Chunk") -> None:
         link = chunk.link
@@ -237,14 +232,14 @@ class _Chunk:
             # take turns do not count each other's.
             buffer = self.link.buffers[self.number]
             self.staged_block, alias = (buffer.data[: self.nbytes] for _ in range(2))
-            self._staged = {param: {} for param in states}
+            staged: dict[Tensor, State] = {param: {} for param in states}
             entries = _entries(self.host).items()
             for start, ((param, name), value) in zip(self._starts, entries, strict=True):
                 own = local(value)
                 view = alias[start : start + own.nbytes].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())
-                self._staged[param][name] = _like(param, value, view)
-            self._views = _entries(self._staged)
+                staged[param][name] = _like(param, value, view)
+            self._views, self._staged = _entries(staged), staged
         for param, state in self._staged.items():
             state.update(_others(states[param]))
         return self._staged

@@ -31,7 +31,7 @@ from fp4adam.optim.state_codec import (
     codec_of_codes,
     join_master,
 )
-from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, restored, state_like, step_count
 from fp4adam.optim.target import State, Target, is_own_master, together
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 
@@ -211,9 +211,7 @@ def with_counts(states: dict[Any, Any], capturable: bool) -> dict[Any, Any]:
     for param, state in states.items():
         new[param] = state = dict(state) if isinstance(state, dict) else state
         if isinstance(state, dict) and "step" in state:
-            device = param.device if capturable else "cpu"
-            step = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
-            state["step"] = step.reshape(()).clone()
+            state["step"] = step_count(state["step"], param, capturable).clone()
     return new
 
 

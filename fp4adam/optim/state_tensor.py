@@ -96,6 +96,12 @@ def state_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
+def step_count(step: Any, param: Tensor, capturable: bool) -> Tensor:
+    """A count of steps as a state has it: float32 (), which captured steps read on the device."""
+    device = param.device if capturable else "cpu"
+    return torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
+
+
 def _memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 

@@ -122,7 +122,7 @@ class StepPlan:
 
     def run(
         self,
-        clip: dict[torch.device, Tensor],
+        clip: Tensor | None,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         captures: bool = False,
@@ -143,8 +143,7 @@ class StepPlan:
         skipped = found_inf is not None and any(given) and bool(found_inf.item())
         self.counter.advance(found_inf)
         signals = {
-            tables.device: tables.signals(grad_scale, clip.get(tables.device), found_inf)
-            for tables, _ in self._parts
+            tables.device: tables.signals(grad_scale, clip, found_inf) for tables, _ in self._parts
         }
         means: dict[Target, Given] = {}
         with self._scales_of_others:
@@ -152,8 +151,8 @@ class StepPlan:
             by_operators = zip(self._by_operators, grads, self._rows_by_operators, strict=True)
             for member, grad, row in () if skipped else compress(by_operators, given):
                 scalars = self.counter.groups[row].scalars
-                scale = None if grad_scale is None else grad_scale.to(grad.device)
-                factor = grad_factor(scalars, scale, clip.get(grad.device))
+                factors = (x if x is None else x.to(grad.device) for x in (grad_scale, clip))
+                factor = grad_factor(scalars, *factors)
                 if grad.numel():
                     member.update(grad, scalars, factor)
                 if member.codecs["exp_avg_sq"] is FACTORED:

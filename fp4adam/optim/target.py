@@ -39,7 +39,7 @@ from fp4adam.optim.state_codec import (
     round_to_codes_,
     split_master,
 )
-from fp4adam.optim.state_tensor import SCALES, StateTensor, is_dense, state_like
+from fp4adam.optim.state_tensor import SCALES, StateTensor, is_dense, state_like, step_count
 from fp4adam.tensors import backend, rows
 from fp4adam.tensors.fingerprint import Mark
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
@@ -105,7 +105,6 @@ class Target:
         new_master: The FP32 value between the two, where the weight itself is decoded.
     """
 
-    new_master: Tensor | None = None
     borrowed: BorrowedTensor | None = None
     mark: Mark | None = None
     start_value: Tensor | None = None
@@ -221,9 +220,8 @@ class Target:
 
         ``restart``: Whether the master restarts from the parameter.
         """
-        state, device = dict(state), self.param.device if self.options.capturable else "cpu"
-        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=device)
-        state["step"] = step.reshape(())
+        state = dict(state)
+        state["step"] = step_count(state.get("step", 0.0), self.param, self.options.capturable)
         for name, codec in self.codecs.items():
             if name not in state:
                 zeros = StateTensor(codec, *codec.zeros_like(self.param))
@@ -406,10 +404,6 @@ class QuantizedTarget(Target):
         self.param._shared.left = None
         super().record()
 
-    def forget(self) -> None:
-        self.param._shared.left = None
-        super().forget()
-
     def stands(self, state: State) -> bool:
         left = None if self.mark is None else self.param._shared.left
         if left is not None:
@@ -480,8 +474,10 @@ class Targets:
     ``are_shown``: Whether code other than steps may hold their states, and so may change them.
     """
 
+    are_shown = True  # until all are known to be new
+
     def __init__(self, options: Options) -> None:
-        self.options, self.are_shown = options, False
+        self.options = options
         self.places: dict[Tensor, int] = {}
         self._known: dict[Tensor, Target] = {}
 

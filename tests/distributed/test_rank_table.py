@@ -110,7 +110,7 @@ KERNELS = [
     (2, "root", "delayed", 31, 16),
     *((n, "root", "nvfp4", 64, 32, "factored") for n in (2, 3)),
     (2, "root", "mxfp8", 64, 32, "no masters"),
-    (2, "parallel", "nvfp4", 64, 32),
+    (2, "parallel", "nvfp4", 64, 32, "l2"),
 ]
 MORE_KERNELS = [
     *((3, "root", recipe, 64, 32) for recipe in ("mxfp8", "float8", "delayed")),

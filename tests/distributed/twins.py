@@ -82,6 +82,7 @@ STATES: dict[str, dict[str, Any]] = {
     "int8": {"master_weight_dtype": torch.int8, "exp_avg_dtype": torch.bfloat16},
     "8bit": {"states": "8bit"},
     "factored": {"states": "factored"},
+    "l2": {"of_others": {"decoupled_weight_decay": False}},
     "no masters": {"master_weights": False, "exp_avg_dtype": torch.bfloat16},
     "offloaded": {"offload_states": True},
     "released": {"releases": True},
@@ -290,7 +291,9 @@ class Twin:
         kind = settings.pop("optimizer_class", FP4Adam)
         if "zero" in self.layout and model is self.model:
             return zero_redundancy_optimizer()(model.parameters(), kind, **settings)
-        optimizer = kind(model.parameters(), **settings)
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, **settings.pop("of_others", {})}]
+        optimizer = kind(groups, **settings)
         if releases and model is self.model:
             self.accumulate = optimizer.enable_gradient_release().accumulate
         return optimizer
@@ -362,7 +365,7 @@ def clip(twin: Twin, seed: int) -> None:
         torch.testing.assert_close(full(norm), full(expected).to(full(norm)), rtol=1e-5, atol=0)
     # The last bits of a norm depend on the number of ranks.
     clippings = [optimizer._whole.clipping for optimizer in twin.optimizers]
-    clippings[0].coefficients = clippings[1].coefficients
+    clippings[0].coefficient = clippings[1].coefficient
     for optimizer in twin.optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -467,14 +470,15 @@ def writes(param: Tensor) -> bool:
 
 @torch.no_grad()
 def write_states(twin: Twin, seed: int) -> None:
-    """Some ranks write to a moment."""
+    """Some ranks write to a moment, and have a master in another layout."""
     params = twin.params(0)
-    of_whole, moment = (
-        optimizer.state[param]["exp_avg"]
-        for optimizer, param in zip(twin.optimizers, params, strict=True)
-    )
+    alone, own = (each.state[param] for each, param in zip(twin.optimizers, params, strict=True))
+    of_whole, moment = alone["exp_avg"], own["exp_avg"]
     if writes(params[1]):
         local(moment).mul_(0.5)
+        master = local(own.get("master_param", moment))
+        if master.dtype == torch.float32:
+            master.data = master.t().contiguous().t()
     of_whole.copy_(full(moment.to(home())))
 
 

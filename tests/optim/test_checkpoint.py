@@ -11,12 +11,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer
+from fp4adam.distributed.dtensor import like
 from fp4adam.optim.state_dict import check_compact
 from fp4adam.tensors import rows
 from helpers import (
@@ -121,6 +123,9 @@ def test_states_without_a_count_have_that_of_their_group(of_group, lost, counts)
 @pytest.mark.parametrize("kind", [FP4Adam, FusedAdam])
 def test_a_new_parameter_comes_back_from_adamw_with_its_own_count(kind: type[FusedAdam]) -> None:
     optimizer, params = stepped((2,))
+    later = kind([{"params": [meta := Parameter(randn(4, device="meta"))]}, {"params": []}])
+    later.load_state_dict(optimizer.state_dict())
+    assert later.state[meta]["step"].device == params[0].device  # the host, as there is no graph
     new = Parameter(randn(4, seed=7))
     optimizer.add_param_group({"params": [new]})
     groups = [{"params": params}, {"params": []}, {"params": [new]}]
@@ -236,14 +241,6 @@ def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
     assert torch.equal(restarted, master.clamp(-limit, limit))
 
 
-def masters(optimizer: FP4Adam) -> list[torch.Tensor]:
-    """What training continues from, in FP32."""
-    return [
-        optimizer.state.get(param, {}).get("master_param", param).detach().clone()
-        for param in all_params(optimizer)
-    ]
-
-
 # Who wrote last
 
 
@@ -262,7 +259,7 @@ def test_only_a_step_and_a_reset_free_the_value_before_quantization() -> None:
         free()
         assert not hasattr(weight, "get_high_precision_init_val")
         assert optimizer.state[weight]["master_param"].data_ptr() != kept.data_ptr()
-        assert_identical(masters(optimizer), [value])
+        assert_identical(optimizer.state[weight]["master_param"], value)
     small = FP4Adam([weight], lr=1e-30, states="8bit")
     take_steps(small, [2])
     with torch.no_grad():
@@ -295,16 +292,13 @@ def test_an_fp32_model_takes_the_masters_of_a_checkpoint(dtype: torch.dtype) -> 
 
 
 def test_reset_forgets_a_loaded_master_of_a_remainder() -> None:
-    models = [nn.Linear(8, 8, bias=False, dtype=torch.bfloat16) for _ in range(2)]
-    exact = FP4Adam(models[0].parameters(), lr=1e-2)
-    split = FP4Adam(models[1].parameters(), lr=1e-2, store_param_remainders=True)
+    param = Parameter(random((8, 8), 0).bfloat16())
+    exact, split = (FP4Adam([param], lr=1e-2, store_param_remainders=n) for n in (False, True))
     take_steps(exact, [0, 1])
-    models[1].load_state_dict(models[0].state_dict())
     split.load_state_dict(exact.state_dict())
     split.reset_master_weights()
-    saved = split.state_dict()["state"][0]
-    value = models[1].weight.detach().float()
-    assert torch.equal(saved.get("master_param", value), value)
+    value = param.detach().float()
+    assert torch.equal(split.state_dict()["state"][0].get("master_param", value), value)
 
 
 # Around the state
@@ -333,6 +327,19 @@ def test_states_are_whole_or_those_of_shards() -> None:
         found = [one.state_dict()["state"][0] for one in both]
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[0][name], found[1][name].to_local())
+        models = [make_mlp("mxfp8", "cpu") for _ in range(2)]
+        fully_shard(models[1], mesh=mesh)
+        options = dict(states="factored", master_weights=False)
+        both = [FP4Adam(model.parameters(), **options) for model in models]
+        take_steps(both[0], [0])
+        both[1].load_state_dict(both[0].compact_state_dict())
+        found = [one.state_dict()["state"][0] for one in both]
+        assert torch.equal(found[0]["exp_avg_sq"], found[1]["exp_avg_sq"].to_local())
+        weight = Parameter(like(sharded, make_weight(NVFP4, "cpu", (64, 32)).detach()))
+        optimizer = FP4Adam([Parameter(torch.ones(3)), weight])  # that no fully_shard has made
+        with pytest.raises(NotImplementedError, match="must be replicated, or sharded by fully_s"):
+            take_steps(optimizer, [0])
+        assert not optimizer.state
         with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
             check_compact({sharded: {"master_param": torch.zeros(64, 32, dtype=torch.int8)}})
     finally:

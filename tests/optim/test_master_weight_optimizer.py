@@ -188,6 +188,15 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
     assert_bytes_are_of_masters(optimizer)
 
 
+def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
+    param = Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer([param], SGD, lr=0.0)
+    take_steps(optimizer, [0])
+    param.detach().add_(2**-7)  # the next number, to which a loaded master would belong
+    with pytest.warns(UserWarning, match="masters of 1 weights restart"):
+        take_steps(optimizer, [1])
+
+
 # What is refused
 
 

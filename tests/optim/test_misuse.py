@@ -417,6 +417,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "compact: remainder cast": (cast("param_remainder", torch.float32), V, (
         "param_remainder of parameter 0 must be int16, got torch.float32",)),
     "compact: remainder cut": (cut("param_remainder"), V, ("param_remainder of parameter 0 must",)),
+    "remainder: an FP32 parameter": (loading_state("param_remainder", torch.ones(96, 64).short()),
+        V, ("must belong to a bfloat16 parameter, got torch.float32", "to change the dtype")),
     "compact: codes of a master": (loading_compact(lambda s: s.update(
         master_param=torch.ones(40, 3), weight_digest=torch.zeros(1).long())), V, ("int8, got",)),
     "compact: digest": (loading_compact(lambda s: s.update(master_param=torch.ones(40, 3).char(),

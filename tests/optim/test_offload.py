@@ -34,6 +34,7 @@ from late_link import LateLink, offload_to
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
 # Three chunks of make_params().
 CHUNK = 12 * 64 * 96
+counts = pytest.mark.skipif(torch.cuda.is_available(), reason="a link that counts stands in")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
 
 
@@ -50,9 +51,8 @@ def pair(device: str) -> list[FP4Adam]:
     return [FP4Adam(params[i], **OPTIONS, offload_states=i == 0) for i in range(2)]
 
 
+@counts
 def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLink) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("bytes are counted where copies are Python's")
     optimizer, _ = pair(device)
     take_steps(optimizer, range(2))
     link.moved = [0, 0]
@@ -143,9 +143,8 @@ def test_parameters_on_the_host_are_refused() -> None:
         check_state(param, state, options)
 
 
+@counts
 def test_pinned_memory_that_runs_out_is_named(device: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the limit is the link's that stands in")
     optimizer, resident = pair(device)
     params, link = all_params(optimizer), LateLink(limit=100_000)
     with offload_to(link, CHUNK):
@@ -164,9 +163,8 @@ def test_pinned_memory_that_runs_out_is_named(device: str) -> None:
         assert_same_training(optimizer, resident)
 
 
+@counts
 def test_states_leave_the_buffer_though_their_new_block_finds_no_memory(device: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the limit is the link's that stands in")
     optimizer, resident = pair(device)
     link = LateLink()
     with offload_to(link, 10 * CHUNK):
