@@ -235,6 +235,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     assert launched == ["_span_kernel"]
     cast, values = measure(0)
     cast.write(values)
+    assert all(weight._rowwise_data._version for weight in weights)
     build_columnwise(weights)
     span = ["_span_kernel"] * 2
     assert launched[1:] == [*span, "_scales_kernel", *span, "_transpose_kernel"]

@@ -480,6 +480,7 @@ def test_filter_sees_names_from_the_outermost_module():
 
 def test_copies_and_inserted_modules_are_built_inside_models_from_before_are_not():
     model, other = make_model(), nn.Linear(64, 64)
+    other.weight = None  # its bias is there
     with quantized_init("nvfp4"):
         encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2, enable_nested_tensor=False
