@@ -297,13 +297,14 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    model.register_buffer("mask", torch.empty(3, device="meta"), persistent=False)
+    for name in ("mask", "phase"):
+        model.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
     before = bytes_of(model)
-    with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
+    with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
     # As models of transformers do, parameters as well.
-    model._init_weights = lambda module: (module.mask.fill_(2), module.up.bias.data.zero_())
+    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), m.up.bias.data.zero_())
     assert import_checkpoint(model, tmp_path).mask.sum() == 6 and model.up.bias.all()
 
 
