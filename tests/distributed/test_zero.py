@@ -187,7 +187,7 @@ def update_scale(weight: Tensor) -> None:
     """Delayed scaling as Transformer Engine's forward pass does it, with a history of 1."""
     quantizer = getattr(weight, "_quantizer", None)
     if hasattr(quantizer, "amax") and quantizer.amax > 0:
-        quantizer.scale.copy_(448 / quantizer.amax)
+        quantizer.scale.copy_(224 / quantizer.amax)  # with a margin of its own
         quantizer.amax.zero_()
 
 
@@ -311,9 +311,7 @@ def test_post_all_gather_processing_derives_what_it_can():
         weight = quantizer.quantize(x)
         expected = weight._columnwise_data.clone()
         weight._columnwise_data.zero_()
-        version = weight._version
         post_all_gather_processing(weight if is_built else [weight])
-        assert weight._version > version
         assert torch.equal(weight._columnwise_data, expected if is_built else 0 * expected)
     stand_ins = [te_tensor(MXFP8Quantizer(two_dimensional=True), x) for _ in range(2)]
     for stand_in in stand_ins:  # whose columnwise codes are a copy
@@ -468,10 +466,11 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch, by_kernels):
 
 
 def test_kept_tables_keep_no_weight_alive(device, by_kernels):
-    weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16, device)
-    for _ in range(2):
+    weight = NVFP4Quantizer(columnwise=False).make_empty((16, 16), torch.bfloat16, device)
+    for version in (2, 4):
         quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)
         post_all_gather_processing([weight])
+        assert weight._version == version  # each call raises it
     storage = weakref.ref(weight._shared)
     del weight
     assert storage() is None
