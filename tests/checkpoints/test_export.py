@@ -292,6 +292,10 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
         assert model.up.weight.requires_grad and not model.down.weight.requires_grad
         train(model, FP4Adam(model.parameters()), steps=1)
         assert calls == ["up"]
+    model = build(None)
+    model.up.weight = type("Special", (nn.Parameter,), {})(model.up.weight.detach())
+    with pytest.raises(ValueError, match="'up' must be an ordinary parameter, got a Special"):
+        import_checkpoint(model, tmp_path)
 
 
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
@@ -428,14 +432,6 @@ def mix(model: Model) -> None:
     model.down.weight = nn.Parameter(MXFP8Quantizer().quantize(torch.ones(64, 96)))
 
 
-def put_elsewhere(model: Model) -> None:
-    model.other = nn.Parameter(model.up.weight.detach().clone())
-
-
-def overflow(model: Model) -> None:
-    model.up.weight.quantize_(torch.full((96, 64), torch.inf))
-
-
 EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
     ("nvfp4", None, {"layout": "fp8"}, "for layout 'fp8', Float8BlockTensor, got NVFP4Tensor; use"),
@@ -447,8 +443,10 @@ EXPORT_ERRORS = [
     ("nvfp4", lambda m: (m.register_state_dict_post_hook(dequantize_all), setattr(m, "down", m.up)),
      {}, "'up.weight' and 'down.weight' must be two weights"),
     ("nvfp4", mix, {}, "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
-    ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, or stacks.*, got 'other'"),
-    ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),
+    ("nvfp4", lambda m: setattr(m, "other", copy.deepcopy(m.up.weight)), {},
+     "must be those of nn.Linear layers, or stacks.*, got 'other'"),
+    ("nvfp4", lambda m: m.up.weight.quantize_(torch.full((96, 64), torch.inf)), {},
+     "'up.weight': amax must be finite and at least 1e-35"),
     ("nvfp4", lambda model: model.to("meta"), {}, "on the meta device"),
     ("nvfp4", None, {"max_shard_bytes": 0}, "max_shard_bytes must be a positive number"),
     ("nvfp4", None, {"max_shard_bytes": "5GB"}, "max_shard_bytes must be a positive number"),
