@@ -296,6 +296,8 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
     model.up.weight = type("Special", (nn.Parameter,), {})(model.up.weight.detach())
     with pytest.raises(ValueError, match="'up' must be an ordinary parameter, got a Special"):
         import_checkpoint(model, tmp_path)
+    with pytest.raises(TypeError, match="layer 'up' must be float32, .* got torch.float64"):
+        import_checkpoint(build(None, dtype=torch.float64), tmp_path)
 
 
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
@@ -428,10 +430,6 @@ def tie(model: Model) -> None:
     model.down.weight = model.up.weight
 
 
-def mix(model: Model) -> None:
-    model.down.weight = nn.Parameter(MXFP8Quantizer().quantize(torch.ones(64, 96)))
-
-
 EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
     ("nvfp4", None, {"layout": "fp8"}, "for layout 'fp8', Float8BlockTensor, got NVFP4Tensor; use"),
@@ -442,7 +440,8 @@ EXPORT_ERRORS = [
     ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
     ("nvfp4", lambda m: (m.register_state_dict_post_hook(dequantize_all), setattr(m, "down", m.up)),
      {}, "'up.weight' and 'down.weight' must be two weights"),
-    ("nvfp4", mix, {}, "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
+    (None, lambda m: (quantize_model(m.up, "nvfp4"), quantize_model(m.down, "mxfp8")), {},
+     "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
     ("nvfp4", lambda m: setattr(m, "other", copy.deepcopy(m.up.weight)), {},
      "must be those of nn.Linear layers, or stacks.*, got 'other'"),
     ("nvfp4", lambda m: m.up.weight.quantize_(torch.full((96, 64), torch.inf)), {},
