@@ -29,7 +29,7 @@ from fp4adam import (
     quantize_model,
     use_plain_state_dict,
 )
-from fp4adam.checkpoints.export import gathered
+from fp4adam.checkpoints.export import Trained, gathered
 from fp4adam.checkpoints.layouts import LAYOUTS, Float8BlockEncoding
 from fp4adam.checkpoints.reader import CheckpointReader
 from helpers import assert_identical, stored
@@ -469,6 +469,10 @@ def test_types_that_cannot_be_exported(tmp_path, monkeypatch):
         export_checkpoint(model, tmp_path, config=3)
     with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
         export_masters(model, FP4Adam(model.parameters()), tmp_path, torch.float64)
+    layout, spans = LAYOUTS["fp8"], {"qk": [("q", (0, 128)), ("k", (128, 192))]}
+    weights = {"qk": Float8BlockQuantizer().make_empty((192, 128))}
+    with pytest.raises(ValueError, match="got rows 128 to 192 of 'qk'"):
+        Trained(model, weights, weights, layout, layout.encodings[0], spans)._check("qk", True)
     monkeypatch.setattr(Model, "get_extra_state", lambda self: "state")
     with pytest.raises(TypeError, match="got a str for '_extra_state'"):
         export_checkpoint(model, tmp_path)

@@ -300,9 +300,10 @@ class Twin:
 
     def step(self, grads: list[Tensor | None]) -> None:
         shards = [*map(local, self.model.parameters())]
-        versions, quantized = [x._version for x in shards], QuantizedTensor
+        versions = [shard._version for shard in shards]
+        shared = [getattr(shard, "_shared", None) for shard in shards]
         # Those of scale groups, and written ones, may be quantized without a gradient, too.
-        free = [isinstance(x, quantized) and (x.scale_group or x._shared.unsettled) for x in shards]
+        free = [x is not None and (x.scale_group or x.unsettled) for x in shared]
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             take_step(model, optimizer, grads)
         for shard, version, grad, is_free in zip(shards, versions, grads, free, strict=True):

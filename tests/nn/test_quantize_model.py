@@ -425,10 +425,7 @@ def test_everything_built_inside_is_quantized_at_the_end():
 
 
 def test_errors_leave_no_hook_and_no_quantized_weight():
-    hooks = (
-        nn_module._global_parameter_registration_hooks,
-        nn_module._global_module_registration_hooks,
-    )
+    hooks = [getattr(nn_module, f"_global_{x}_registration_hooks") for x in ("parameter", "module")]
     before = [*map(dict, hooks)]
     with quantized_init("nvfp4"):
         assert all(len(now) > len(then) for now, then in zip(hooks, before, strict=True))
