@@ -13,9 +13,9 @@ from ranks import NIGHTLY, by_world_size, run, run_cases, use_kernels
 from twins import FORMATS, TRANSFERS, Twin, run_calls
 
 STEPS = ["step", "freeze", "clip", "step"]
-WRITES = ["overwrite", "step", "fill", "overwrite_parts", "step", "load_values", "step"]
-ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "overwrite", "gather"]
-ALL += ["reload", "move", "step", "load_whole", "step", "back", "step", "poison", "step"]
+WRITES = ["overwrite", "gather", "fill", "overwrite_parts", "step", "load_values", "step"]
+ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload", "gather"]
+ALL += ["overwrite", "step", "load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")
