@@ -384,7 +384,7 @@ def _misreadings(trained: Trained, amaxes: dict[str, float]) -> Iterator[str]:
             "wrongly where it decodes them, without a GPU, and so does vLLM (0.32) where it fuses "
             "q, k and v or gate and up; pad them, or serve with another engine"
         )
-    has_stacks = any(rows for name in trained.quantized for _, rows in trained.spans[name])
+    has_stacks = any(trained.spans[name][0][1] for name in trained.quantized)
     is_packed = encoding.format == "nvfp4-pack-quantized"
     is_8bit = trained.layout.name == "modelopt" and encoding.bits == 8
     if is_theirs and (is_8bit or (has_stacks and is_packed)):

@@ -258,9 +258,7 @@ class _Import:
         quantizer = (own.global_spec or own).quantizer if is_dtensor(old) else self.quantizer
         if device.type == "meta":
             return quantizer.make_empty(self.shape(name), old.dtype, device)
-        stored = {
-            key: self.files.read(f"{layer}.{key}", device) for key in self.encoding.shapes(0, 0)
-        }
+        stored = {key: self.files.read(f"{layer}.{key}", device) for key in self.encoding.shapes()}
         amax = self.files.amax(layer, device)
         try:
             return self.encoding.wrap(stored, self.shape(name), old.dtype, quantizer, amax)

@@ -60,7 +60,7 @@ class Encoding:
         """The rule of the layout that tensors of ``quantizer`` break, or None."""
         return None if quantizer.rowwise else "the layout stores rowwise codes: rowwise=True"
 
-    def shapes(self, rows: int, cols: int) -> Shapes:
+    def shapes(self, rows: int = 0, cols: int = 0) -> Shapes:
         """Shape and readable dtypes, the first of them written, of what stores a [rows, cols]."""
         grid = -(-rows // self.block[0]), -(-cols // self.block[1])
         return {
@@ -93,7 +93,7 @@ class Encoding:
 
     def is_in(self, names: set[str], dtype_of: Callable[[str], Any]) -> bool:
         """True if a checkpoint has a layer or a stack whose tensors have these names and dtypes."""
-        kinds = {key: dtypes for key, (_, dtypes) in self.shapes(0, 0).items()}
+        kinds = {key: dtypes for key, (_, dtypes) in self.shapes().items()}
         for ends in filter(None, ({key: f".{key}" for key in kinds}, self.stacked)):
             mark = ends[self.scale]
             for layer in (name.removesuffix(mark) for name in names if name.endswith(mark)):
@@ -204,12 +204,12 @@ class NVFP4Encoding(Encoding):
     bits, block = 4, (1, nvfp4.BLOCK)
     code_dtype, scale_dtypes, largest_scale = torch.uint8, (E4M3,), 0x7E
 
-    def shapes(self, rows: int, cols: int) -> Shapes:
+    def shapes(self, rows: int = 0, cols: int = 0) -> Shapes:
         shape = (1,) if self.divides else ()
         return {**super().shapes(rows, cols), self.tensor_scale: (shape, (torch.float32,))}
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        shape, _ = self.shapes(0, 0)[self.tensor_scale]
+        shape, _ = self.shapes()[self.tensor_scale]
         amax = weight._amax
         ratio = torch.full_like(amax, weight.quantizer.largest_value)
         scale = ratio / amax if self.divides else amax / ratio

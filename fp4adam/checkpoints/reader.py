@@ -175,7 +175,7 @@ class NamedTensors:
         self._whole_stacks: set[str] = set()
         self.quantized: list[str] = []
         self.plain: list[str] = []
-        present, keys = files.names(), [*encoding.shapes(0, 0)]
+        present, keys = files.names(), [*encoding.shapes()]
         for name, spans_of_it in spans.items():
             layer, stored = name.removesuffix(".weight"), [each for each, _ in spans_of_it]
             layers = [each.removesuffix(".weight") for each in stored]

@@ -236,11 +236,6 @@ class LocalCast(SpanCast):
     def write(self, values: Sequence[Tensor]) -> None:
         super().write(values)
         build_columnwise([one for one in self._tensors if one.quantizer.layout.is_square])
-        for tensor in self._tensors:
-            shared = tensor._shared
-            shared.pending, shared.unsettled = None, False
-            if shared.first_row is None:
-                shared.first_row = 0
         torch.autograd.graph.increment_version(self._tensors)
 
 

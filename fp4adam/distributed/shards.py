@@ -50,6 +50,7 @@ def settle_shard(shard: QuantizedTensor, infos: Sequence[ShardInfo]) -> None:
         value = shard.written_value()
         value = shard._read(torch.float32) if value is None else value
         cast([shard], [value], [torch.float32], [infos])
+        shared.pending = None
         replace_init_val(shard, value)  # a master starts from what has been quantized
     shared.unsettled = False
 

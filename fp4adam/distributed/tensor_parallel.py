@@ -96,7 +96,7 @@ def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> Quant
     tensors, shape = part.inner, tuple(part.shape)
     compact = part.quantizer.without_derived()
     inner = {name: getattr(tensors, name) for name in compact.layout.rows_per_entry}
-    spec = GlobalSpec(shape, part.quantizer, shape[0], is_parallel=True)
+    spec = GlobalSpec(shape, part.quantizer, shape[0])
     shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=spec)
     own = type(part)(shape, weight.dtype, compact, shared)
     parts = [torch.empty_like(own) for _ in range(mesh.size(mesh_dim))]

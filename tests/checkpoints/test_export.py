@@ -29,13 +29,14 @@ from fp4adam import (
     quantize_model,
     use_plain_state_dict,
 )
-from fp4adam.checkpoints.export import gathered
+from fp4adam.checkpoints.export import Trained, gathered
 from fp4adam.checkpoints.layouts import LAYOUTS, Float8BlockEncoding
 from fp4adam.checkpoints.reader import CheckpointReader
 from helpers import assert_identical, stored
 from ranks import all_ranks, run_ranks
 from twins import fixed_grads, set_grads
 
+SQUARE_NVFP4 = NVFP4Quantizer(columnwise=False)
 ROWWISE_NVFP4 = NVFP4Quantizer(two_dimensional=False, columnwise=False)
 CASES = [
     ("compressed-tensors", NVFP4Quantizer()),
@@ -44,7 +45,7 @@ CASES = [
     ("compressed-tensors", MXFP8Quantizer(two_dimensional=True)),
     ("compressed-tensors", NVFP4Quantizer(optimize_for_gemm=True)),
     ("compressed-tensors", MXFP8Quantizer(optimize_for_gemm=True)),
-    ("modelopt", NVFP4Quantizer(columnwise=False)),
+    ("modelopt", SQUARE_NVFP4),
     ("modelopt", MXFP8Quantizer(columnwise=False)),
     ("fp8", Float8BlockQuantizer()),
     ("fp8", Float8BlockQuantizer(columnwise=False)),
@@ -214,7 +215,7 @@ def test_tensors_are_the_models_own_memory_and_read_when_their_turn_comes():
     assert tensors["up.weight_packed"].data_ptr() == model.up.weight.rowwise_data.data_ptr()
     assert tensors["up.bias"].data_ptr() == model.up.bias.data_ptr()
     assert not tensors["up.bias"].any()
-    assert not any(tensor.requires_grad for tensor in tensors.values())
+    assert all(x.is_contiguous() and not x.requires_grad for x in tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -282,18 +283,25 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
         assert model.up.weight.requires_grad and not model.down.weight.requires_grad
         train(model, FP4Adam(model.parameters()), steps=1)
         assert calls == ["up"]
+    model = build(None)
+    model.up.weight = type("Special", (nn.Parameter,), {})(model.up.weight.detach())
+    with pytest.raises(ValueError, match="'up' must be an ordinary parameter, got a Special"):
+        import_checkpoint(model, tmp_path)
+    with pytest.raises(TypeError, match="layer 'up' must be float32, .* got torch.float64"):
+        import_checkpoint(build(None, dtype=torch.float64), tmp_path)
 
 
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    model.register_buffer("mask", torch.empty(3, device="meta"), persistent=False)
+    for name in ("mask", "phase"):
+        model.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
     before = bytes_of(model)
-    with pytest.raises(ValueError, match="buffer 'mask' must be in memory"):
+    with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
     # As models of transformers do, parameters as well.
-    model._init_weights = lambda module: (module.mask.fill_(2), module.up.bias.data.zero_())
+    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), m.up.bias.data.zero_())
     assert import_checkpoint(model, tmp_path).mask.sum() == 6 and model.up.bias.all()
 
 
@@ -340,10 +348,11 @@ def test_hooks_may_change_names(tmp_path):
             del state["steps"]
             state["version"] = torch.tensor(2)
 
-    is_import, (model, optimizer) = True, trained("nvfp4")
-    model.register_state_dict_post_hook(rename)
+    is_import, (model, optimizer), other = True, trained("nvfp4"), build(None, seed=1)
+    for each in (model, other):
+        each.register_state_dict_post_hook(rename)
     export_checkpoint(model, tmp_path / "codes")
-    assert_identical(bytes_of(import_checkpoint(model, tmp_path / "codes")), bytes_of(model))
+    assert_identical(bytes_of(import_checkpoint(other, tmp_path / "codes")), bytes_of(model))
     is_import = False
     use_plain_state_dict(model)
     export_masters(model, optimizer, tmp_path)
@@ -412,20 +421,6 @@ def tie(model: Model) -> None:
     model.down.weight = model.up.weight
 
 
-def mix(model: Model) -> None:
-    model.down.weight = nn.Parameter(
-        MXFP8Quantizer().quantize(model.down.weight.dequantize(torch.float32))
-    )
-
-
-def put_elsewhere(model: Model) -> None:
-    model.other = nn.Parameter(model.up.weight.detach().clone())
-
-
-def overflow(model: Model) -> None:
-    model.up.weight.quantize_(torch.full((96, 64), torch.inf))
-
-
 EXPORT_ERRORS = [
     ("nvfp4", None, {"layout": "awq"}, "one of compressed-tensors, modelopt, fp8, mxfp4, got"),
     ("nvfp4", None, {"layout": "fp8"}, "for layout 'fp8', Float8BlockTensor, got NVFP4Tensor; use"),
@@ -433,16 +428,19 @@ EXPORT_ERRORS = [
     ("float8", None, {}, "got Float8Tensor; quantize all .* or call export_masters"),
     (None, None, {}, "got none; quantize all weights"),
     (Float8BlockQuantizer(two_dimensional=False), None, {"layout": "fp8"}, "two_dimensional=True"),
-    (NVFP4Quantizer(rowwise=False), None, {}, "rowwise=True"),
     ("nvfp4", tie, {}, "'up.weight' and 'down.weight' must be two weights"),
     ("nvfp4", lambda m: (m.register_state_dict_post_hook(dequantize_all), setattr(m, "down", m.up)),
      {}, "'up.weight' and 'down.weight' must be two weights"),
-    ("nvfp4", mix, {}, "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
-    ("nvfp4", put_elsewhere, {}, "must be those of nn.Linear layers, or stacks.*, got 'other'"),
-    ("nvfp4", overflow, {}, "'up.weight': amax must be finite and at least 1e-35"),
+    (None, lambda m: (quantize_model(m.up, "nvfp4"), quantize_model(m.down, "mxfp8")), {},
+     "of one format .* got MXFP8Tensor, NVFP4Tensor; quantize all weights alike"),
+    ("nvfp4", lambda m: setattr(m, "other", copy.deepcopy(m.up.weight)), {},
+     "must be those of nn.Linear layers, or stacks.*, got 'other'"),
+    ("nvfp4", lambda m: m.up.weight.quantize_(torch.full((96, 64), torch.inf)), {},
+     "'up.weight': amax must be finite and at least 1e-35"),
     ("nvfp4", lambda model: model.to("meta"), {}, "on the meta device"),
     ("nvfp4", None, {"max_shard_bytes": 0}, "max_shard_bytes must be a positive number"),
     ("nvfp4", None, {"max_shard_bytes": "5GB"}, "max_shard_bytes must be a positive number"),
+    (NVFP4Quantizer(), lambda m: m.down.weight.update_usage(False), {}, "down.weight' .*rowwise=T"),
 ]  # fmt: skip
 
 
@@ -456,15 +454,18 @@ def test_what_cannot_be_exported(recipe, change, options, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_every_part_of_a_fused_weight_is_checked():
+    layout, spans = LAYOUTS["fp8"], {"qk": [("q", (0, 128)), ("k", (128, 192))]}
+    model, weights = build("nvfp4"), {"qk": Float8BlockQuantizer().make_empty((192, 128))}
+    with pytest.raises(ValueError, match="got rows 128 to 192 of 'qk'"):
+        Trained(model, weights, weights, layout, layout.encodings[0], spans)._check("qk", True)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
     ("layout", "kinds", "option"),
     [
-        (
-            "compressed-tensors",
-            (NVFP4Quantizer(columnwise=False), ROWWISE_NVFP4),
-            "two_dimensional",
-        ),
+        ("compressed-tensors", (SQUARE_NVFP4, ROWWISE_NVFP4), "two_dimensional"),
         ("fp8", [case[1] for case in CASES[-3:-1]], "force_pow_2_scales"),
     ],
 )

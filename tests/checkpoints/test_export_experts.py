@@ -158,9 +158,7 @@ def test_experts_that_share_scales_are_refused(tmp_path):
 def test_stacks_that_checkpoints_keep_are_refused(tmp_path):
     model = make("nvfp4")
     model.experts.is_transposed = True
-    with pytest.raises(
-        ValueError, match="hold one by one, got .experts.gate_up_proj.; .*export_masters"
-    ):
+    with pytest.raises(ValueError, match="one by one, got .experts.gate_up_proj.; .*_masters"):
         export_checkpoint(model, tmp_path / "out")
     export_masters(model, FP4Adam(model.named_parameters()), tmp_path / "out")
     assert "experts.gate_up_proj" in load_file(tmp_path / "out" / FILE)

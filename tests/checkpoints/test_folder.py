@@ -114,14 +114,13 @@ def test_failures(failing, folder, tmp_path, monkeypatch):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/tokenizer.json").write_text("mine")
     owner = checkpoint_folder.safetensors().torch if failing == "save_file" else Path
-    change, calls = getattr(owner, failing), []
-    error, message = OSError, "must be written whole, got .*No space"
-    if failing == "rename":
-        error, message = KeyboardInterrupt, None
+    change, rename, calls = getattr(owner, failing), os.rename, []
+    full, stopped = (OSError, "must be written whole, got .*No space"), (KeyboardInterrupt, None)
+    error, message = stopped if failing == "rename" else full
 
     def fail(*args: Any, **options: Any) -> Any:
         calls.append(args)
-        if failing == "rename" and args[1].name == "config.json":
+        if args[1] in (tmp_path / "new", tmp_path / "old/config.json"):
             raise KeyboardInterrupt
         if failing != "rename" and len(calls) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,11 +130,14 @@ def test_failures(failing, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(owner, failing, fail)
         if failing == "rename":
-            patch.setattr(os, "rename", lambda source, target: fail(source, target / "config.json"))
+            # Which the method of Path calls as well.
+            patch.setattr(os, "rename", lambda *x: (rename, fail)[x[1] == tmp_path / "new"](*x))
         with pytest.raises(error, match=message) as caught:
             export_checkpoint(model, tmp_path / folder, max_shard_bytes=1)
     if error is OSError:
         assert caught.value.errno == errno.ENOSPC and caught.value.filename.endswith(folder)
+    if (failing, folder) == ("rename", "old"):  # config.json is the last one to appear
+        assert calls[-2][1].parent == tmp_path / "old"
     assert [*tmp_path.iterdir()] == [tmp_path / "old"]
     assert content_of(tmp_path / "old") == {"tokenizer.json": b"mine"}
     export_checkpoint(model, tmp_path / folder)

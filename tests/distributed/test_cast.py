@@ -190,10 +190,11 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
 
 
 def test_each_amax_joins_the_history_of_its_weight(path_device):
-    quantizer, largest = Float8Quantizer(scaling="delayed"), [2.0, 3.0]
-    weights = [quantizer.quantize(torch.ones(16, 32)).to(path_device) for _ in largest]
+    largest = [2.0, 3.0, 4.0]
+    kinds = [Float8Quantizer(scaling="delayed", amax_history_len=n) for n in (4, 4, 2)]
+    weights = [kind.quantize(torch.ones(16, 32)).to(path_device) for kind in kinds]
     values = [torch.full((512,), x, device=path_device) for x in largest]
-    cast_in_shards(weights, values, [[0, 100, 512]] * 2, [torch.float32] * 2)
+    cast_in_shards(weights, values, [[0, 100, 512]] * 3, [torch.float32] * 3)
     assert [weight._amax_history.max().item() for weight in weights] == largest
 
 
@@ -235,6 +236,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     assert launched == ["_span_kernel"]
     cast, values = measure(0)
     cast.write(values)
+    assert all(weight._rowwise_data._version for weight in weights)
     build_columnwise(weights)
     span = ["_span_kernel"] * 2
     assert launched[1:] == [*span, "_scales_kernel", *span, "_transpose_kernel"]

@@ -59,18 +59,18 @@ def gather_to_other_memory(rank: int) -> None:
     outputs = (packed.clone(),), (packed.clone(),)
     whole, _ = shard.fsdp_post_all_gather(outputs[0], gathering, torch.float32)
     other = torch.empty_like(whole)
-    for i, out, is_known in (
-        (0, whole, True),
-        (1, whole, False),
-        (1, other, False),
-        (1, other, True),
-    ):
+    calls = (0, whole, True), (1, whole, False), (1, other, False), (1, other, True)
+    for i, out, is_known in calls:
         known = gathering.decoded
         out.data.zero_()
         shard.fsdp_post_all_gather(outputs[i], gathering, torch.float32, out=out)
         assert torch.equal(out, shard.dequantize(torch.float32))
         assert (gathering.decoded is known) == is_known and freed[-1] is outputs[i]
     assert len(freed) == 5
+    rows = NVFP4Quantizer().make_empty((16, 16)).new_zeros(4, 16)
+    for n_ranks, known in ((4, ("amax",)), (5, ())):  # of which the fifth has no rows
+        mesh = mock.Mock(**{"size.return_value": n_ranks})
+        assert fsdp._entries_to_gather(rows, mesh, codes=False)[1] == known
 
 
 def exchange_shards(rank: int) -> None:

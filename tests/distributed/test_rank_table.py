@@ -13,7 +13,7 @@ from ranks import NIGHTLY, by_world_size, run, run_cases, use_kernels
 from twins import FORMATS, TRANSFERS, Twin, run_calls
 
 STEPS = ["step", "freeze", "clip", "step"]
-WRITES = ["overwrite", "step", "fill", "overwrite_parts", "step", "load_values", "step"]
+WRITES = ["overwrite", "gather", "fill", "overwrite_parts", "step", "load_values", "step"]
 ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload", "gather"]
 ALL += ["overwrite", "step", "load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
@@ -121,10 +121,10 @@ MORE_KERNELS = [
 ]
 
 
-VARIANTS = ["", ", kept", ", offloaded", ", meta", ", bfloat16"]
+VARIANTS = ["", ", kept", ", meta", ", offloaded", ", bfloat16"]
 MORE_VARIANTS = [", prefetched", ", recomputed"]
 TRAINED = [
-    *((2, f"sharded{variant}", "nvfp4", 256, 32) for variant in VARIANTS),
+    *((2, f"sharded{variant}", "mxfp8", 256, 32) for variant in VARIANTS),
     *((2, f"sharded{variant}", "float8block", 48, 32) for variant in VARIANTS),  # cut blocks
     *((4, "hybrid", r, 64, 32, s) for r in ("nvfp4", "float8block") for s in ("", "factored")),
     *((2, "replicated", recipe, 64, 32) for recipe in ("nvfp4-gemm", "mxfp8-gemm", "float8")),
@@ -145,7 +145,7 @@ TRAINED = [
 ]
 MORE_TRAINED = [
     *((2, f"sharded{v}", r, 256, 32) for r in ("float8block", "mxfp8") for v in MORE_VARIANTS),
-    *((2, f"sharded{v}", "float8", 256, 32) for v in VARIANTS + MORE_VARIANTS),
+    *((2, f"sharded{v}", r, 256, 32) for r in FORMATS[::3] for v in VARIANTS + MORE_VARIANTS),
     *((4, f"hybrid{v}", "nvfp4", 256, 32) for v in MORE_VARIANTS),
 ]
 

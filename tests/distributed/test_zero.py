@@ -114,29 +114,25 @@ def empty(quantizer: Quantizer, **options: Any) -> list[QuantizedTensor]:
 OUT = torch.zeros(8, dtype=torch.uint8)
 OUTS = "fsdp_shard_model_weights"
 MISUSE = [
-    (dict(master_weights=[]), "master_weights must have one entry per weight, 1, got 0"),
-    (dict(start_offsets=[0, 0]), "start_offsets must have one entry per weight, 1"),
+    (dict(master_weights=[]), "master_weights must have one entry per weight, 2, got 1"),
+    (dict(start_offsets=[0, 0]), "start_offsets must have one entry per weight, 2"),
     ({OUTS: []}, f"{OUTS} must have one entry"),
-    (dict(start_offsets=[None]), r"with a start_offsets\[0\], got a Tensor and None"),
+    (dict(start_offsets=[None]), r"with a start_offsets\[1\], got a Tensor and None"),
     (dict(start_offsets=[-1]), r"must lie inside its weight of 1024 elements, got \[-1, 15\)"),
     (dict(start_offsets=[1009]), r"must lie inside .* got \[1009, 1025\)"),
     (dict(master_weights=[[1.0]]), "must be a tensor with .* got a list"),
-    (dict(master_weights=[torch.ones(32)[::2]]), r"master_weights\[0\] must be a contiguous"),
+    (dict(master_weights=[torch.ones(32)[::2]]), r"master_weights\[1\] must be a contiguous"),
     (dict(master_weights=[torch.ones(16).long()]), "must be a contiguous float32"),
     (dict(master_weights=empty(NVFP4Quantizer())), "must be a contiguous float32"),
     (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
-    (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[0\] must be an NVFP4, MXFP8"),
+    (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[1\] must be an NVFP4, MXFP8"),
     (dict(model_weights=empty(NVFP4Quantizer(two_dimensional=False))), "two_dimensional=True"),
     (dict(model_weights=empty(NVFP4Quantizer(rowwise=False))), "data to be cast .* rowwise=True"),
     (
-        dict(
-            model_weights=[*empty(NVFP4Quantizer()), *empty(NVFP4Quantizer(), device="meta")],
-            master_weights=[None, None],
-            start_offsets=[None, None],
-        ),
+        dict(model_weights=empty(NVFP4Quantizer(), device="meta"), master_weights=[None]),
         "must be on the device of the others, cpu, got meta",
     ),
-    ({OUTS: [OUT[:7]]}, rf"{OUTS}\[0\] must be contiguous uint8 of 8 bytes"),
+    ({OUTS: [OUT[:7]]}, rf"{OUTS}\[1\] must be contiguous uint8 of 8 bytes"),
     ({OUTS: [OUT.float()]}, "uint8 of 8 bytes .* of torch.float32"),
     ({OUTS: [OUT.to("meta")]}, "on cpu"),
     ({OUTS: [torch.zeros(16, dtype=torch.uint8)[::2]]}, "contiguous"),
@@ -146,13 +142,16 @@ MISUSE = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("change", "match"), MISUSE)
 def test_misuse_is_refused_before_any_collective(change, match, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("a rank waits for others"))
-    weights, masters = empty(NVFP4Quantizer()), [torch.ones(16)]
-    arguments = dict(model_weights=weights, master_weights=masters, start_offsets=[0], group=None)
+    sound = dict(model_weights=empty(NVFP4Quantizer()), master_weights=[torch.ones(16)])
+    sound |= {"start_offsets": [0], OUTS: [None]}
+    # An entry that is sound comes before the one that is not.
+    arguments = {name: each + (sound | change)[name] for name, each in sound.items()}
     with pytest.raises(ValueError, match=match):
-        quantize_master_weights(**(arguments | change))
+        quantize_master_weights(**arguments, group=None)
 
 
 QUANTIZERS = RECIPES | {"float8-delayed": Float8Quantizer(scaling="delayed", amax_history_len=4)}
@@ -187,7 +186,7 @@ def update_scale(weight: Tensor) -> None:
     """Delayed scaling as Transformer Engine's forward pass does it, with a history of 1."""
     quantizer = getattr(weight, "_quantizer", None)
     if hasattr(quantizer, "amax") and quantizer.amax > 0:
-        quantizer.scale.copy_(448 / quantizer.amax)
+        quantizer.scale.copy_(224 / quantizer.amax)  # with a margin of its own
         quantizer.amax.zero_()
 
 
@@ -295,9 +294,7 @@ def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
     monkeypatch.delattr(transformer_engine.TransformerEngineAdapter, "drop_columnwise")
     weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
     before = te_bytes(weight)
-    with pytest.raises(
-        NotImplementedError, match="drop_columnwise must be defined by TransformerEngineAd"
-    ):
+    with pytest.raises(NotImplementedError, match="drop_columnwise must be defined by Tran"):
         first = te_tensor(NVFP4Quantizer(columnwise=False), torch.ones(16, 32))
         quantize_master_weights([first, weight], [None, master], [None, 0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
@@ -453,10 +450,11 @@ def test_tables_are_kept_while_addresses_hold(device, monkeypatch, by_kernels):
 
 
 def test_kept_tables_keep_no_weight_alive(device, by_kernels):
-    weight = NVFP4Quantizer().make_empty((16, 16), torch.bfloat16, device)
-    for _ in range(2):
+    weight = NVFP4Quantizer(columnwise=False).make_empty((16, 16), torch.bfloat16, device)
+    for version in (2, 4):
         quantize_master_weights([weight], [torch.ones(256, device=device)], [0], None, None, True)
         post_all_gather_processing([weight])
+        assert weight._version == version  # each call raises it
     storage = weakref.ref(weight._shared)
     del weight
     assert storage() is None

@@ -215,15 +215,14 @@ def whole_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
 def gathered_bytes(model: nn.Module) -> list[dict[str, Tensor]]:
     """The bytes of whole parameters; FSDP2 gathers their values, or these bytes."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    whole = whole_bytes(model)
-    for module in modules:
+    for module in modules:  # first, as it settles what has been written
         module.unshard()
-    for param, expected in zip(model.parameters(), whole, strict=True):
-        found = bytes_of(local(param))
-        both = found.keys() & expected.keys()  # replicas do without what can be derived
-        assert_identical({n: found[n] for n in both}, {n: expected[n] for n in both})
+    gathered = [bytes_of(local(param)) for param in model.parameters()]
     for module in modules:
         module.reshard()
+    for found, expected in zip(gathered, whole := whole_bytes(model), strict=True):
+        both = found.keys() & expected.keys()  # replicas do without what can be derived
+        assert_identical({n: found[n] for n in both}, {n: expected[n] for n in both})
     return whole
 
 
@@ -305,10 +304,14 @@ class Twin:
     def step(self, grads: list[Tensor | None]) -> None:
         shards = [*map(local, self.model.parameters())]
         versions = [shard._version for shard in shards]
+        shared = [getattr(shard, "_shared", None) for shard in shards]
+        # Those of scale groups, and written ones, may be quantized without a gradient, too.
+        free = [x is not None and (x.scale_group or x.unsettled) for x in shared]
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             take_step(model, optimizer, grads)
-        for shard, version, grad in zip(shards, versions, grads, strict=True):
-            assert grad is None or shard._version > version  # which autograd sees
+        for shard, version, grad, is_free in zip(shards, versions, grads, free, strict=True):
+            is_written = shard._version > version  # which autograd sees
+            assert is_written == (grad is not None) or is_free and is_written
         self.check(gathers=False)
 
     @torch.no_grad()

@@ -277,6 +277,9 @@ def test_scales_of_float8_operands_are_the_largest_powers_of_two():
         made, _ = operand.quantize(x, FORMATS["float8"], True)
         assert made.codes[0, 0].view(torch.uint8) == code
     assert made.scales.item() == 1
+    nvfp4, _ = operand.quantize(randn(128, 64), FORMATS["nvfp4"], True)
+    _, (_, scale), *_ = operand.FORMATS[NVFP4Quantizer].for_torch(nvfp4)
+    torch.testing.assert_close(scale * 6 * 448, nvfp4.amax)
 
 
 def test_recipe_stays_with_the_weight():

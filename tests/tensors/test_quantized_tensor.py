@@ -278,11 +278,11 @@ def stepped_by_adamw(param, **options):
 
 
 IN_PLACE = {
+    "foreach_mul_": lambda p: torch._foreach_mul_([torch.ones(SHAPE), p], 2.0),
     "mul_": lambda p: p.mul_(2.0),
     "addcdiv_": lambda p: p.addcdiv_(torch.ones(SHAPE), torch.ones(SHAPE)),
     "item assignment": lambda p: p.__setitem__(0, 1.0),
     "out=": lambda p: torch.mul(p, 2, out=p),
-    "foreach_lerp_": lambda p: torch._foreach_lerp_([p], [torch.ones(SHAPE)], 0.5),
     "orthogonal_": nn.init.orthogonal_,
     "AdamW": stepped_by_adamw,
     "AdamW foreach": lambda p: stepped_by_adamw(p, foreach=True),
