@@ -405,8 +405,9 @@ def forms(F: Format, variant: Variant, sm: int) -> tuple[Form, Form]:
         if F.code == "e2m1":
             return Form(32, 64, 32, 64, 4, 1, None), edge._replace(registers=None)
         part = 32 if encodes or (starts_from_codes(codecs[0]) and not has_lanes) else 64
-        # With states in BF16 ptxas aims for 168 registers, and spills.
-        return Form(32, 256, 32, part, 4, 3, most if encodes else None), edge
+        # ptxas aims for 168, and spills with masters; without them for sm_120 if it has no limit.
+        registers = 168 if codecs[0] == "codes" else most
+        return Form(32, 256, 32, part, 4, 3, registers if encodes else None), edge
     if F.scale == "float32":
         # Blocks that are held take 64 registers of a thread with 8 warps.
         masked = Form(128, 128, 8, 128, 8, 1, 255)
