@@ -118,11 +118,9 @@ def is_in_reach(param: QuantizedTensor, master: Tensor) -> bool:
 
 def digest(param: QuantizedTensor) -> Tensor:
     """A hash, int64 [1] on the CPU, of the codes and scales that remainders complete."""
-    part = rows.own_blocks(param)
-    tensors, layout = part.inner, part.quantizer.layout
-    usage = layout.kept[0]
+    entries, usage = rows.own_entries(param), param.quantizer.layout.kept[0]
     names = f"{usage}_data", f"{usage}_scale_inv", "block_scale_inv", "amax"
-    found = [inner for name in names if (inner := getattr(tensors, name)) is not None]
+    found = [entries[name] for name in names if name in entries]
     flat = torch.cat([inner.flatten().view(torch.uint8) for inner in found])
     words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
     # Sums wrap modulo 2**64. Each word is multiplied by an odd number of its position.

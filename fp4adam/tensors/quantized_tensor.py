@@ -201,8 +201,8 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         mark_written([self])
 
     def has_bytes_of(self, other: "QuantizedTensor") -> bool:
-        """Whether both have the same format, device and bytes."""
-        own, others = self.storage_tensors(), other.storage_tensors()
+        """Whether both have the same format, device and bytes; of shards those of their rows."""
+        own, others = rows.own_entries(self), rows.own_entries(other)
         looks = ([(n, x.shape, x.device) for n, x in inner.items()] for inner in (own, others))
         if self.quantizer != other.quantizer or next(looks) != next(looks):
             return False

@@ -87,6 +87,18 @@ def _stored_between(tensor: QuantizedTensor, low: int, high: int) -> Storage:
     return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
+def own_entries(tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """The inner tensors that exist; of a shard what codes and scales its rows have, to compare.
+
+    The others differ: casts write the scales of blocks without rows, copies leave them out.
+    """
+    if tensor.global_spec is None:
+        return tensor.inner.existing()
+    first, n_rows = tensor._first_row, matrix_shape(tensor)[0]
+    entries = _stored_between(tensor, first, first + n_rows).existing()
+    return entries if n_rows else {name: inner[:0] for name, inner in entries.items()}
+
+
 def _columns_of(tensor: QuantizedTensor, name: str) -> Tensor:
     """The window's columns of an inner tensor, without padding unless it has all columns."""
     inner, per_entry = getattr(tensor.inner, name), tensor.quantizer.layout.inner[name].cols

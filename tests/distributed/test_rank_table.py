@@ -15,7 +15,8 @@ from twins import FORMATS, TRANSFERS, Twin, run_calls
 STEPS = ["step", "freeze", "clip", "step"]
 WRITES = ["overwrite", "gather", "fill", "overwrite_parts", "step", "load_values", "step"]
 ALL = ["gather", *STEPS, *WRITES, "overwrite_elsewhere", "step", "move", "reload", "gather"]
-ALL += ["overwrite", "step", "load_whole", "step", "back", "step", "poison", "step"]
+ALL += ["overwrite", "reload", "move", "step"]
+ALL += ["load_whole", "step", "back", "step", "poison", "step"]
 # What optimizers of other kinds do not offer; bytes that do not follow from values alone.
 LEFT_OUT = {"any optimizer": ("clip", "overwrite_elsewhere", "compact")}
 OF_VALUES = ("load_whole", "full", "from rank 0", "whole, from rank 0")

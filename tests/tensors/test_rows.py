@@ -186,6 +186,19 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
 
+@pytest.mark.parametrize("name, n_rows", [("float8block", 3), ("nvfp4", 0)])
+def test_bytes_of_a_shard_are_those_of_its_rows(name, n_rows):
+    whole = TABLE[name].quantize(torch.ones(16, 64))
+    shard = whole.new_zeros((n_rows, 64))
+    shard.copy_(whole[:n_rows])
+    other = shard.twin()
+    for inner in other.storage_tensors().values():
+        inner[-1:] += 1  # of a block without rows; an amax that nothing reads
+    assert other.has_bytes_of(shard)
+    other.inner.codes[:n_rows] += 1
+    assert other.has_bytes_of(shard) == (n_rows == 0)
+
+
 @pytest.mark.parametrize("answers", [(True, True), (False, True), (True, False)])
 def test_a_shard_that_moves_takes_along_what_a_step_has_left(answers):
     whole = Float8Quantizer(scaling="delayed").quantize(randn(SHAPE))
