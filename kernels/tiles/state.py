@@ -138,11 +138,12 @@ def encode_blocks(
     upper = (tl.reshape(dither, (BR, BC // 32, 32)) >> (32 - DROPPED)).to(tl.int32)
     # The bits of magnitudes order as integers do, with Inf and NaN on top; both give scale 255.
     if LEAST == 0:
-        # As unsigned numbers, since NaN may have a sign.
+        # As unsigned numbers, since NaN may have a sign; then signed, which takes fewer registers.
         largest = tl.max(x.to(tl.uint32, bitcast=True), 2)
+        largest = tl.minimum(largest, 0x7F800000).to(tl.int32)
     else:
-        largest = amax(x, 2, True).to(tl.uint32, bitcast=True)
-    scale = tl.maximum(((largest + CARRY) >> 23).to(tl.int32) - TOP, 0)
+        largest = amax(x, 2, True).to(tl.int32, bitcast=True)
+    scale = tl.maximum(((largest + CARRY) >> 23) - TOP, 0)
     scale = tl.where(largest >= 0x7F800000, 255, scale)[:, :, None]
     # Add the dither below the bits that are kept, so that a carry increments the code (into the
     # exponent if need be), then drop the bits below. Blocks with Inf or NaN, of scale 255, differ
