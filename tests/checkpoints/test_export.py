@@ -261,11 +261,13 @@ def test_names_are_those_without_wrappers(tmp_path):
         return compiled
 
     model = build("nvfp4")
+    model.again = model.lm_head  # one layer, which either name says is in high precision
     export_checkpoint(model, tmp_path / "plain")
     export_checkpoint(wrapped(model), tmp_path / "wrapped")
     plain, other = (tmp_path / name for name in ("plain", "wrapped"))
     assert_identical(load_file(other / FILE), load_file(plain / FILE))
-    assert (other / "config.json").read_text() == (plain / "config.json").read_text()
+    assert (config := (other / "config.json").read_text()) == (plain / "config.json").read_text()
+    assert json.loads(config)["quantization_config"]["ignore"] == ["lm_head", "again"]
     compiled = wrapped(read := build(None, seed=1))
     assert import_checkpoint(compiled, plain) is compiled
     assert torch.equal(*(x.up.weight.dequantize(torch.float32) for x in (read, model)))
