@@ -296,15 +296,17 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    for name in ("mask", "phase"):
-        model.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
+    for module in (model, model.up):
+        for name in ("mask", "phase"):
+            module.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
     before = bytes_of(model)
     with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
     # As models of transformers do, parameters as well.
-    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), m.up.bias.data.zero_())
-    assert import_checkpoint(model, tmp_path).mask.sum() == 6 and model.up.bias.all()
+    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), model.up.bias.data.zero_())
+    assert import_checkpoint(model, tmp_path).mask.sum() == model.up.mask.sum() == 6
+    assert model.up.bias.all()
 
 
 # State dict hooks
