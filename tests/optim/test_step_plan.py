@@ -136,6 +136,11 @@ def test_codes_in_memory_of_others_are_watched(trained):
     with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
         trained.step()
     assert not trained._whole.plan._by_operators
+    old = [weight._rowwise_data.data for weight in weights]
+    for weight, data in zip(weights, old, strict=True):
+        weight._rowwise_data.data = data.clone()  # which no version tells
+    trained.step()
+    helpers.assert_bytes_are_of_masters(trained)
 
 
 @pytest.mark.parametrize("remainders", [False, True])
