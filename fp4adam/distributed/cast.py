@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4adam.distributed.scale_exchange import Exchanged, ShardInfo, exchanges
 from fp4adam.tensors import backend, encoding, rows
-from fp4adam.tensors.blocks import Span, flat_shape, round_up
+from fp4adam.tensors.blocks import Span, flat_shape
 from fp4adam.tensors.layout import Layout
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, mark_written
 from fp4adam.tensors.quantizer import Quantizer
@@ -123,7 +123,7 @@ class SpanCast:
     Attributes:
         spans: The spans.
         amaxes: float32 [n], one buffer for all: first an amax per weight of a format that stores
-            one, then the block amaxes, weight by weight. Padding in between stays 0.
+            one, then the block amaxes, weight by weight.
     """
 
     def __init__(self, spans: list[CastSpan], device: torch.device) -> None:
@@ -137,7 +137,7 @@ class SpanCast:
         n, places = len(of_tensors), []
         for one in spans:
             for usage, block in one.layout.blocks.items() if one.layout.scale_type else ():
-                n, shape = round_up(n, 4), encoding.grid_shape(block, one.span.shape)
+                shape = encoding.grid_shape(block, one.span.shape)
                 places.append((one, usage, n, shape))
                 n += shape[0] * shape[1]
         self.amaxes = torch.zeros(n, dtype=torch.float32, device=device)
@@ -226,8 +226,6 @@ class LocalCast(SpanCast):
 
     def part(self, chosen: Sequence[bool]) -> "LocalCast":
         """The cast of some of the tensors, which writes what this one has measured."""
-        if all(chosen):
-            return self
         part = copy.copy(self)
         part._tensors = [*compress(self._tensors, chosen)]
         part.spans = [*compress(self.spans, chosen)]

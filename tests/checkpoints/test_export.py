@@ -261,11 +261,13 @@ def test_names_are_those_without_wrappers(tmp_path):
         return compiled
 
     model = build("nvfp4")
+    model.again = model.lm_head  # one layer, which either name says is in high precision
     export_checkpoint(model, tmp_path / "plain")
     export_checkpoint(wrapped(model), tmp_path / "wrapped")
     plain, other = (tmp_path / name for name in ("plain", "wrapped"))
     assert_identical(load_file(other / FILE), load_file(plain / FILE))
-    assert (other / "config.json").read_text() == (plain / "config.json").read_text()
+    assert (config := (other / "config.json").read_text()) == (plain / "config.json").read_text()
+    assert json.loads(config)["quantization_config"]["ignore"] == ["lm_head", "again"]
     compiled = wrapped(read := build(None, seed=1))
     assert import_checkpoint(compiled, plain) is compiled
     assert torch.equal(*(x.up.weight.dequantize(torch.float32) for x in (read, model)))
@@ -294,15 +296,17 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    for name in ("mask", "phase"):
-        model.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
+    for module in (model, model.up):
+        for name in ("mask", "phase"):
+            module.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
     before = bytes_of(model)
     with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)
     assert_identical(bytes_of(model), before)
     # As models of transformers do, parameters as well.
-    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), m.up.bias.data.zero_())
-    assert import_checkpoint(model, tmp_path).mask.sum() == 6 and model.up.bias.all()
+    model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), model.up.bias.data.zero_())
+    assert import_checkpoint(model, tmp_path).mask.sum() == model.up.mask.sum() == 6
+    assert model.up.bias.all()
 
 
 # State dict hooks

@@ -176,7 +176,7 @@ def test_a_model_that_is_stored_otherwise_is_sent_whole():
     model[1].norm.float()
     update = sender.export_changes()
     assert [change.name for change in update.changes] == ["1.norm.weight"] and not update.is_full
-    receiver.apply(update)
+    receiver.apply(sent(update))  # of one tensor
     assert_identical(receiver.tensors, dict(export_tensors(model)))
     for change in (lambda: model[1].norm.bfloat16(), lambda: model.append(nn.RMSNorm(128))):
         change()

@@ -167,7 +167,7 @@ def test_whole_tiles_and_cut_ones_of_many_weights_give_the_full_cast(path_device
 @pytest.mark.parametrize(("start", "stop"), [(5, 11), (6, 7), (777, 1500), (0, 2048)])
 def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_device):
     quantizer, _ = FORMATS[format]
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     full = quantized_by_torch(quantizer, x)
     weight = quantizer.make_empty(x.shape, device=path_device)
     cast = PartialCast([weight], [0], [x.numel()], [torch.float32])
@@ -178,24 +178,32 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
     first, last = start // per_byte, -(-stop // per_byte)
     outs = [torch.full((last - first,), 0xC3, dtype=torch.uint8, device=path_device)]
     outs += [outs[0].clone()] if format == "mxfp8" else []
-    shard.write([x.view(-1)[start:stop].to(path_device)], [tuple(outs) if outs[1:] else outs[0]])
-    for out, usage in zip(outs, ("rowwise", "columnwise"), strict=False):
-        assert not getattr(weight, f"_{usage}_data").any()
-        expected = getattr(full, f"_{usage}_data").view(-1)[first:last].clone()
-        if start % per_byte:
-            expected[0] = (expected[0] & 0xF0) | 0x03
-        if stop % per_byte:
-            expected[-1] = (expected[-1] & 0x0F) | 0xC0
-        assert torch.equal(out.cpu(), expected)
+    usages = ("rowwise", "columnwise")[: len(outs)]
+    parts = [getattr(weight, f"_{usage}_data").view(-1)[first:last] for usage in usages]
+    own = x.view(-1)[start:stop].to(path_device)
+    # The memory of values stays: other memory for codes, then another dtype.
+    for memory, dtype in ((outs, torch.float32), (None, torch.float32), (None, torch.bfloat16)):
+        values = own.view(dtype)[: stop - start].copy_(own.clone())
+        shard.write([values], memory and [tuple(memory) if memory[1:] else memory[0]])
+        for usage, part, out in zip(usages, parts, outs, strict=True):
+            expected = getattr(full, f"_{usage}_data").view(-1)[first:last].clone()
+            if start % per_byte:
+                expected[0] = (expected[0] & 0xF0) | 0x03
+            if stop % per_byte:
+                expected[-1] = (expected[-1] & 0x0F) | 0xC0
+            assert torch.equal((part if memory is None else out).cpu(), expected)
+            assert memory is None or not getattr(weight, f"_{usage}_data").any()
+            part.fill_(0xC3)
 
 
 def test_each_amax_joins_the_history_of_its_weight(path_device):
-    largest = [2.0, 3.0, 4.0]
     kinds = [Float8Quantizer(scaling="delayed", amax_history_len=n) for n in (4, 4, 2)]
-    weights = [kind.quantize(torch.ones(16, 32)).to(path_device) for kind in kinds]
-    values = [torch.full((512,), x, device=path_device) for x in largest]
-    cast_in_shards(weights, values, [[0, 100, 512]] * 3, [torch.float32] * 3)
-    assert [weight._amax_history.max().item() for weight in weights] == largest
+    kinds.append(MXFP8Quantizer())  # beside those with histories
+    weights = [kind.quantize(torch.ones(32, 32)).to(path_device) for kind in kinds]
+    values = [torch.full((1024,), x, device=path_device) for x in (2.0, 3.0, 4.0, 5.0)]
+    cast_in_shards(weights, values, [[0, 100, 1024]] * 4, [torch.float32] * 4)
+    assert [weight._amax_history.max().item() for weight in weights[:3]] == [2, 3, 4]
+    assert_same_storage(weights[3], quantized_by_torch(kinds[3], values[3].view(32, 32)))
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -90,11 +90,14 @@ def test_bytes_and_the_value_before_quantization_are_sent(function, world_size):
 
 
 def send_another_format(rank: int) -> None:
-    for mine, others in (
-        (NVFP4Quantizer(), MXFP8Quantizer()),
-        (NVFP4Quantizer(), NVFP4Quantizer(columnwise=False)),
+    whole, rows = own(NVFP4Quantizer()), NVFP4Quantizer().quantize(torch.ones(96, 32)).to(home())
+    for pair in (
+        (whole, own(MXFP8Quantizer())),
+        (whole, own(NVFP4Quantizer(columnwise=False))),
+        (whole, rows[:64]),
+        (rows[4:68], rows[8:72]),  # at other places in their blocks
     ):
-        tensor = own(mine if rank == 0 else others)
+        tensor = pair[rank]
         before = parts(tensor)
         with pytest.raises(RuntimeError, match="same shape, dtype and quantizer on all ranks"):
             dist.broadcast(tensor, src=0)

@@ -73,9 +73,9 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
         assert torch.equal(tensor, other)
     with pytest.raises(ValueError, match="are of nvfp4, mxfp8, float8block, float8, got"):
         Recipe(quantizer, activations="fake")
-    if quantizer.layout.rows_per_entry:
-        weights = [each.make_empty((64, 96)) for each in (NVFP4Quantizer(), quantizer)]
-        cast = PartialCast(weights, [0] * 2, [64 * 96] * 2, [torch.float32] * 2)
-        cast.measure([matrix().view(-1)] * 2)
-        cast.write([matrix().view(-1)] * 2)
-        assert torch.equal(weights[1].rowwise_data, quantizer.quantize(matrix()).rowwise_data)
+    weights = [each.make_empty((64, 96)) for each in (NVFP4Quantizer(), quantizer, Coarse())]
+    cast = PartialCast(weights, [0] * 3, [64 * 96] * 3, [torch.float32] * 3)
+    cast.measure([matrix().view(-1)] * 3)
+    cast.write([matrix().view(-1)] * 3)
+    for each in weights:
+        assert torch.equal(each.rowwise_data, each.quantizer.quantize(matrix()).rowwise_data)

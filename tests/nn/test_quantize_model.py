@@ -230,6 +230,7 @@ def test_weights_that_are_frozen_later_free_it():
         model = quantize_model(nn.Linear(64, 64, bias=False), "nvfp4")
         weight = model.weight
         alias = nn.Parameter(weight.detach(), False)  # does not freeze the weight
+        freeze(model, True)
         assert alias._high_precision_init_val is weight._high_precision_init_val is not None
         freeze(model, False)
         assert weight._high_precision_init_val is None and not weight.requires_grad

@@ -137,6 +137,9 @@ def test_options_that_the_inner_optimizer_changes(device: str) -> None:
         param.copy_(value := value_of(param) * 1.01)
     copied.reset_master_weights()
     assert_identical(copied.state[param]["master_param"], value)
+    optimizer.param_groups = [{**optimizer.param_groups[0], "k": 7}]  # by other code
+    take_steps(optimizer, range(1))
+    assert optimizer.param_groups[0]["k"] == 8
 
 
 def test_hooks_may_replace_what_is_loaded() -> None:

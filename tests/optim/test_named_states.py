@@ -137,7 +137,7 @@ def test_a_fp32_parameter_is_its_own_master(remainders, device):
 
     # States without values come first, alike for all parameters.
     other, others = build()
-    kinds = dict.fromkeys(NAMES, torch.float32)
+    kinds = dict.fromkeys(NAMES, torch.uint8 if remainders else torch.float32)
     kinds["master_param"] = torch.int16 if remainders else torch.float32
     room = {name: torch.full((4, 8), 77, dtype=dtype) for name, dtype in kinds.items()}
     with torch.no_grad():

@@ -5,6 +5,7 @@ That they have the bits of resident ones is a path of the step table.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,8 +214,9 @@ def test_what_cuda_says_about_memory_is_passed_on(monkeypatch: pytest.MonkeyPatc
 # Chunks and buffers
 
 
-@given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=4)), st.integers(1, 900))
-def test_chunks(sizes: list[list[int]], limit: int) -> None:
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4)), st.integers(1, 20))
+def test_chunks(sizes: list[list[int]], most: int) -> None:
+    limit = 12 * most
     units = [[torch.empty(numel) for numel in unit] for unit in sizes]
     with offload_to(LateLink(), limit):
         found = offload.chunks(units)
@@ -224,6 +226,9 @@ def test_chunks(sizes: list[list[int]], limit: int) -> None:
     for i, chunk in enumerate(found):
         is_one_unit = sum(number[id(unit[0])] == i for unit in units) == 1
         assert sum(12 * param.numel() for param in chunk) <= limit or is_one_unit
+    for chunk, after in itertools.pairwise(found):  # filled up
+        unit = next(unit for unit in units if unit[0] is after[0])
+        assert sum(12 * param.numel() for param in (*chunk, *unit)) > limit
 
 
 def test_buffers() -> None:

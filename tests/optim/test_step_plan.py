@@ -84,6 +84,8 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
     assert trained._whole.plan is plan
     bound = ratio_after(10, adam_scalars(trained.param_groups[0], 1))  # of the one most stepped
     assert plan.counter._ratio == pytest.approx(bound)
+    even = adam_scalars({**trained.param_groups[0], "betas": (0.5, 0.25)}, 1)
+    assert ratio_after(3, even) == pytest.approx(1.0)  # 1/3 for each step
     assert_goes_on_as_operators(trained)
 
 
@@ -136,6 +138,11 @@ def test_codes_in_memory_of_others_are_watched(trained):
     with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
         trained.step()
     assert not trained._whole.plan._by_operators
+    old = [weight._rowwise_data.data for weight in weights]
+    for weight, data in zip(weights, old, strict=True):
+        weight._rowwise_data.data = data.clone()  # which no version tells
+    trained.step()
+    helpers.assert_bytes_are_of_masters(trained)
 
 
 @pytest.mark.parametrize("remainders", [False, True])

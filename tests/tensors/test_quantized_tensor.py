@@ -342,6 +342,9 @@ def test_plain_tensors_take_values_unrounded_and_are_made_like_it():
     assert torch.equal(torch.zeros(SHAPE).copy_(param.detach()), param.dequantize(torch.float32))
     double = torch.zeros(SHAPE, dtype=torch.float64).copy_(param.detach())
     assert torch.equal(double, param.dequantize(torch.float32).double())
+    kinds = Float8Quantizer(), Float8Quantizer(force_pow_2_scales=True)  # of one layout
+    source, target = (kind.quantize(randn()) for kind in kinds)
+    assert_identical(target.copy_(source), kinds[1].quantize(source.dequantize(torch.float32)))
     for fn in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like):
         assert type(fn(param)) is Tensor and fn(param).dtype == torch.bfloat16
         assert fn(param, dtype=torch.float32).dtype == torch.float32
