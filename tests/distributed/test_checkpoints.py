@@ -183,8 +183,8 @@ def load_plain(rank: int, path: Path) -> None:
                 )
                 twin.renew()
                 load(twin, source, partly=True)
-                for optimizer in twin.optimizers:
-                    optimizer.param_groups[0]["lr"] = 0.0
+                for group in (g for optimizer in twin.optimizers for g in optimizer.param_groups):
+                    group["lr"] = 0.0
                 twin.step(fixed_grads(twin.whole, 4))
                 for name, param in twin.whole.named_parameters():  # masters are not rounded
                     master = twin.optimizers[0].state[param]["master_param"]
