@@ -139,8 +139,7 @@ class BorrowedTensor:
         """The scales of square blocks: the field of rows if it fits, else ``grid``; and copies."""
         for usage in layout.kept:
             scales, name = getattr(layout, usage).scales, f"{usage}_scale_inv"
-            field = self._field(name, grid.dtype)
-            if not scales.transposed and self._fits(field, grid):
+            if not scales.transposed and self._fits(field := self._field(name, grid.dtype), grid):
                 grid = field
                 continue
             blocks = grid.t() if scales.transposed else grid
