@@ -210,16 +210,18 @@ class NVFP4Encoding(Encoding):
 
     def encode(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         shape, _ = self.shapes()[self.tensor_scale]
-        amax = weight._amax
-        ratio = torch.full_like(amax, weight.quantizer.largest_value)
-        scale = ratio / amax if self.divides else amax / ratio
-        scale = torch.where(amax == 0, 1.0, scale)  # all codes and block scales are zero
+        amax, scale = weight._amax, self._scale_of(weight._amax)
         if not (scale.isfinite() & (scale > 0)):
             raise ValueError(
                 f"amax must be finite and at least 1e-35 for {self.format}, got {amax.item()}; the "
                 "weight has overflowed or vanished: export a healthy one"
             )
         return {**super().encode(weight), self.tensor_scale: scale.reshape(shape)}
+
+    def _scale_of(self, amax: Tensor) -> Tensor:
+        """What an amax is stored as; 1 for zeros, whose codes and block scales are zero."""
+        ratio = torch.full_like(amax, NVFP4Quantizer.largest_value)
+        return torch.where(amax == 0, 1.0, ratio / amax if self.divides else amax / ratio)
 
     def quantizer_for(self, scales: Iterable[Tensor]) -> Quantizer:
         """Square blocks if the scales allow it."""
@@ -232,9 +234,10 @@ class NVFP4Encoding(Encoding):
         ratio = torch.full_like(factor, NVFP4Quantizer.largest_value)
         rounded = ratio / factor if self.divides else factor * ratio
         if amax is not None:  # the scale may have been changed without the header
-            is_zero = (amax == 0) & (stored[self.scale].view(torch.uint8) == 0).all()
-            is_its = is_zero | torch.isclose(amax.to(rounded), rounded, rtol=1e-6)
-            rounded = torch.where(is_its, amax.to(rounded), rounded)
+            amax = amax.to(rounded)
+            is_zero = (stored[self.scale].view(torch.uint8) == 0).all()
+            is_its = torch.where(amax == 0, is_zero, self._scale_of(amax) == factor)
+            rounded = torch.where(is_its, amax, rounded)
         return {"amax": rounded}
 
 
@@ -248,7 +251,7 @@ class MXFP8Encoding(Encoding):
 
     def _derive(self, out: QuantizedTensor) -> None:
         # Blocks of columns, of the same values.
-        columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
+        columns = MXFP8Quantizer().quantize(out._read(torch.float32))
         out._columnwise_data.copy_(columns._columnwise_data)
         out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
 

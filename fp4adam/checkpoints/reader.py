@@ -231,7 +231,7 @@ class NamedTensors:
         if name in self._whole_stacks:
             return first.flatten(0, 1).flatten(1)
         if others and first.dim() > 1:
-            codes = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (first, *others)]
+            codes = [x.view(torch.uint8) for x in (first, *others)]  # torch joins few of FP8
             return torch.cat(codes).view(first.dtype)
         for part, other in zip(self._parts[name][1:], others, strict=True):
             if not torch.equal(other, first):

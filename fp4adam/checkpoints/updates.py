@@ -63,11 +63,11 @@ class WeightUpdate(NamedTuple):
         each = [(c, [x for x in (c.positions, c.data) if x is not None]) for c in self.changes]
         listed = [(*c[:3], len(parts) > 1, *(x.nbytes for x in parts)) for c, parts in each]
         header = json.dumps([self.id, self.follows, listed]).encode()
-        tensors = [x.view(torch.uint8) for _, parts in each for x in parts]
-        head = len(header).to_bytes(4, "little") + header
-        device = tensors[0].device if tensors else torch.device("cpu")
-        parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors]
-        body = torch.cat([part.to(device) for part in parts])
+        head = bytearray(len(header).to_bytes(4, "little") + header)
+        tensors = [torch.frombuffer(head, dtype=torch.uint8)]
+        tensors += [x.view(torch.uint8) for _, parts in each for x in parts]
+        device = tensors[-1].device
+        body = torch.cat([x.to(device) for x in tensors])
         crc = torch.frombuffer(bytearray(_crc(body)), dtype=torch.uint8)
         return torch.cat([crc.to(device), body])
 

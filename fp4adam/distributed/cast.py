@@ -8,7 +8,7 @@ import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -169,7 +169,7 @@ class SpanCast:
         from fp4adam.distributed.cast_launch import CastLaunches
 
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        given = [x for out in outs or () for x in as_pair(out)]
+        given = chain.from_iterable(map(as_pair, outs or ()))
         memory = [*map(Tensor.data_ptr, values)], [x if x is None else x.data_ptr() for x in given]
         known = stream, memory, [x.dtype for x in values]
         if self._launches is None or self._known != known:

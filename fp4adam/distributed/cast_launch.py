@@ -144,9 +144,8 @@ def _chunks(spans: Sequence[CastSpan], device: torch.device) -> list[tuple[_Key,
         if one.layout.tensor_scale == "delayed":
             continue  # its amax is another one than that of the values
         listed = regions[_Key(one.weight.quantizer, None, one.dtype)]
-        if one.layout.scale_type is None:
-            listed.append((i, 0, 1, 0, 1))  # for the amax alone
-        for usage, grid in one.grids.items():
+        grids = one.grids or {"rowwise": one.amax}  # which is written alone
+        for usage, grid in grids.items():
             columnwise = int(usage == "columnwise")
             listed.append((i, 0, grid.numel(), columnwise, columnwise + 1))
     return [

@@ -90,7 +90,7 @@ def gather_codes(shard: QuantizedTensor, mesh: DeviceMesh, dtype: torch.dtype) -
             dist.all_gather([*outputs[name]], own, place.group)
         else:
             outputs[name].copy_(own)
-    known = {name: getattr(shard.inner, name).to(place.device) for name in names}
+    known = {"amax": shard.inner.amax.to(place.device)} if names else {}
     return _whole_codes(shard, outputs, known, dtype)[0]
 
 
@@ -155,9 +155,11 @@ def _entries_to_gather(
     for name, rows in shard.quantizer.layout.rows_per_entry.items():
         if not codes and name.startswith("columnwise"):
             continue
-        inner = getattr(tensors, name)
-        is_row = rows == 1
-        inputs[name] = inner[first:][: spec.chunk_rows] if is_row else inner[: _entries(spec, rows)]
+        inputs[name] = inner = getattr(tensors, name)
+        if rows == 1:
+            inputs[name] = inner[first:][: spec.chunk_rows]
+        elif not spec.is_cut:  # else there is room for any first row within a block
+            inputs[name] = inner[: -(-spec.chunk_rows // rows)]
     if tensors.amax is not None:
         # Gathered if some rank has no rows: such a rank's amax is not written when the others load
         # theirs.
@@ -341,10 +343,3 @@ def _assemble(name: str, stack: Tensor, spec: GlobalSpec) -> tuple[Tensor, Calla
 
     refill()
     return padded, refill
-
-
-def _entries(spec: GlobalSpec, rows: int) -> int:
-    """The largest number of entries (of ``rows`` rows each) that a shard can overlap."""
-    if not spec.is_cut:
-        return -(-spec.chunk_rows // rows)
-    return (rows - 1 + spec.chunk_rows - 1) // rows + 1

@@ -80,7 +80,7 @@ def gather_whole(weight: Tensor) -> QuantizedTensor:
     Raises:
         NotImplementedError: As :meth:`ShardInfo.of`.
     """
-    infos, part = ShardInfo.of(weight), weight._local_tensor.detach()
+    infos, part = ShardInfo.of(weight), weight._local_tensor
     settle_shard(part, infos)
     mesh, sharded, spec = weight.device_mesh, sharded_dims(weight), part.global_spec
     is_parallel = spec is not None and spec.is_parallel

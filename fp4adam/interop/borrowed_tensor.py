@@ -215,7 +215,7 @@ class BorrowedTensor:
         """The value that a master weight starts from, as a new float32 tensor."""
         value = getattr(self.source, "get_high_precision_init_val", lambda: None)()
         # The initial value is stale if a checkpoint was loaded into the tensor since.
-        if value is None or not self.is_of(value.detach()):
+        if value is None or not self.is_of(value):
             return self.tensor.dequantize(torch.float32)
         return value.detach().to(self.tensor.device, torch.float32, copy=True).contiguous()
 

@@ -169,6 +169,9 @@ def test_trained_bytes_go_out_and_come_back(layout, quantizer, tmp_path):
     expected = bytes_of(model)
     assert_identical(bytes_of(other), expected)
     values = other.up.weight.dequantize(torch.float32)
+    if isinstance(quantizer, MXFP8Quantizer) and not quantizer.two_dimensional:
+        both = other.up.weight, quantizer.quantize(values)
+        assert_identical(*([x.columnwise_data, x.columnwise_scale_inv] for x in both))
     optimizer = FP4Adam(other.parameters(), lr=0.0)
     train(other, optimizer, steps=1)
     assert_identical(bytes_of(other), expected)
@@ -459,10 +462,12 @@ def test_what_cannot_be_exported(recipe, change, options, message, tmp_path):
 
 
 def test_every_part_of_a_fused_weight_is_checked():
-    layout, spans = LAYOUTS["fp8"], {"qk": [("q", (0, 128)), ("k", (128, 192))]}
-    model, weights = build("nvfp4"), {"qk": Float8BlockQuantizer().make_empty((192, 128))}
-    with pytest.raises(ValueError, match="got rows 128 to 192 of 'qk'"):
-        Trained(model, weights, weights, layout, layout.encodings[0], spans)._check("qk", True)
+    weights = {"qk": Float8BlockQuantizer().make_empty((200, 128))}
+    spans = {"qk": [("q", (0, 128)), ("k", (128, 200))]}
+    each, nvfp4 = ((LAYOUTS[name], LAYOUTS[name].encodings[0]) for name in ("fp8", "modelopt"))
+    with pytest.raises(ValueError, match="got rows 128 to 200 of 'qk'"):
+        Trained(None, weights, weights, *each, spans)._check("qk", True)
+    Trained(None, weights, weights, *nvfp4, spans)._check("qk", True)  # scales of one row each
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -165,7 +165,7 @@ def test_stacks_that_checkpoints_keep_are_refused(tmp_path):
 
 
 def other_scale(stored):
-    stored["experts.1.down_proj.weight_global_scale"] *= 2
+    stored["experts.2.down_proj.weight_global_scale"] *= 2
 
 
 def without(start):
@@ -235,6 +235,8 @@ def test_stacks_of_several_modules_are_turned(tmp_path):
     export_checkpoint(model, tmp_path, "mxfp4")
     stored = load_file(tmp_path / FILE)["1.experts.gate_up_proj_blocks"]
     assert stored.shape == (EXPERTS, 2 * DIM, DIM // 32, 16)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["0.gate", "0.up", "1.gate", "1.up"]
     for part in other:
         for name, stack in part.experts.named_parameters():
             setattr(part.experts, name, nn.Parameter(stack.detach().mT.contiguous()))

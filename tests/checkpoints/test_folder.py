@@ -36,6 +36,7 @@ def test_files(tmp_path):
     }
     parts = torch.arange(12.0).chunk(3)  # of one storage
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ä": parts[0]}
+    tensors["turned"] = torch.arange(6).reshape(2, 3).t()
     entries = [tensors, {"b": parts[1]}, {"c": parts[2]}]
     size = sum(x.nbytes for entry in entries for x in entry.values())
     checkpoint_folder.write(tmp_path / "one", entries, {"config.json": {"x": 1}}, size, {"a": "ü"})

@@ -181,11 +181,14 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
     usages = ("rowwise", "columnwise")[: len(outs)]
     parts = [getattr(weight, f"_{usage}_data").view(-1)[first:last] for usage in usages]
     own = x.view(-1)[start:stop].to(path_device)
-    # The memory of values stays: other memory for codes, then another dtype.
-    for memory, dtype in ((outs, torch.float32), (None, torch.float32), (None, torch.bfloat16)):
+    # The memory of values stays: other memory for some codes, for all, then another dtype.
+    given = outs, [*outs[:-1], outs[-1].clone()], None, None
+    for memory, dtype in zip(given, [torch.float32] * 3 + [torch.bfloat16], strict=True):
         values = own.view(dtype)[: stop - start].copy_(own.clone())
+        for part in parts:
+            part.fill_(0xC3 if memory is None else 0)
         shard.write([values], memory and [tuple(memory) if memory[1:] else memory[0]])
-        for usage, part, out in zip(usages, parts, outs, strict=True):
+        for usage, part, out in zip(usages, parts, memory or outs, strict=True):
             expected = getattr(full, f"_{usage}_data").view(-1)[first:last].clone()
             if start % per_byte:
                 expected[0] = (expected[0] & 0xF0) | 0x03
@@ -193,7 +196,6 @@ def test_outs_get_the_codes_in_place_of_the_weight(format, start, stop, path_dev
                 expected[-1] = (expected[-1] & 0x0F) | 0xC0
             assert torch.equal((part if memory is None else out).cpu(), expected)
             assert memory is None or not getattr(weight, f"_{usage}_data").any()
-            part.fill_(0xC3)
 
 
 def test_each_amax_joins_the_history_of_its_weight(path_device):

@@ -48,7 +48,7 @@ from twins import (
 def gather_to_other_memory(rank: int) -> None:
     """A decoder is used again for the memory that it was made for, and for no other."""
     shard, freed = local(distribute(build(64, 32, "nvfp4"), "root")[0].weight), []
-    fsdp._free = freed.append
+    free, fsdp._free = fsdp._free, freed.append
     shard._high_precision_init_val = None
     shard._shared.stepped_by = weakref.WeakSet([stepped_by := mock.Mock()])
     (packed,), gathering = shard.fsdp_pre_all_gather(all_ranks())
@@ -67,6 +67,8 @@ def gather_to_other_memory(rank: int) -> None:
         assert torch.equal(out, shard.dequantize(torch.float32))
         assert (gathering.decoded is known) == is_known and freed[-1] is outputs[i]
     assert len(freed) == 5
+    free(parts := (*outputs[0], *outputs[1]))
+    assert not any(part.untyped_storage().size() for part in parts)
     rows = NVFP4Quantizer().make_empty((16, 16)).new_zeros(4, 16)
     for n_ranks, known in ((4, ("amax",)), (5, ())):  # of which the fifth has no rows
         mesh = mock.Mock(**{"size.return_value": n_ranks})
@@ -92,6 +94,7 @@ def exchange_shards(rank: int) -> None:
         sharded.unshard()
         assert isinstance(sharded[0].weight, QuantizedTensor) != is_decoded
         if not is_decoded:
+            assert sharded[0].weight.global_spec is None  # it is no shard of another
             with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
                 nn.init.zeros_(sharded[0].weight)
 

@@ -319,8 +319,9 @@ def test_post_all_gather_processing_derives_what_it_can():
     assert all((stand_in._columnwise_data == 7).all() for stand_in in stand_ins)
     plain = torch.ones(4, 4)
     for quantizer in (NVFP4Quantizer(two_dimensional=False), Float8BlockQuantizer(rowwise=False)):
-        with pytest.raises(ValueError, match=r"weights\[0\] must have square blocks and rowwise"):
-            post_all_gather_processing([plain, quantizer.make_empty((16, 16))])
+        weights = [plain, *(each.make_empty((16, 16)) for each in (NVFP4Quantizer(), quantizer))]
+        with pytest.raises(ValueError, match=r"weights\[1\] must have square blocks and rowwise"):
+            post_all_gather_processing(weights)
     for nothing in (plain, [plain], []):
         post_all_gather_processing(nothing)
     quantize_master_weights([], [], [], None)

@@ -22,12 +22,14 @@ from fp4adam import (
     FP4Adam,
     FusedAdam,
     MasterWeightOptimizer,
+    MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizationMonitor,
     Quantizer,
     TensorAdapter,
 )
 from fp4adam.formats import minifloat
+from fp4adam.interop.borrowed_tensor import borrow
 from helpers import random, take_steps
 from te_stand_ins import (
     QUANTIZERS,
@@ -123,6 +125,8 @@ def test_padding_is_left_alone():
         scales.fill_(7)
     take_steps(optimizer, [1])
     assert all((scales == 7).all() for scales in padding)
+    param = te_tensor(MXFP8Quantizer(), random(SHAPE, 0).bfloat16())
+    assert not borrow(param).copies  # kernels write its scales themselves
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -304,6 +308,8 @@ def test_a_class_with_an_adapter_is_stepped(name, registry):
         assert (master_of(optimizer, param).norm() / before - 2).abs() < 0.1
     with pytest.raises(TypeError, match=r"dtype of a .*Packed must be .*, got torch\.float64"):
         FP4Adam([Parameter(Packed(SHAPE, torch.float64, packed=param.packed))])
+    with pytest.raises(ValueError, match=r"must be multiples of 16, got shape \(8, 96\)"):
+        FP4Adam([Parameter(Packed((8, 96), torch.float32, packed=param.packed))])
 
 
 def test_an_unknown_class_is_refused_by_name(registry):
@@ -423,9 +429,9 @@ def test_a_skipped_step_leaves_delayed_scaling_alone(path_device):
 
 
 def test_delayed_scaling_follows_a_quantizer_that_is_replaced():
-    quantizers = Float8Quantizer(), Float8Quantizer(scaling="delayed")
-    first, param = (te_tensor(each, random(SHAPE, 0).bfloat16()) for each in quantizers)
-    optimizer = FP4Adam([first, param], lr=1e-2)
+    quantizers = Float8Quantizer(), *[Float8Quantizer(scaling="delayed")] * 2
+    *others, param = (te_tensor(each, random(SHAPE, 0).bfloat16()) for each in quantizers)
+    optimizer = FP4Adam([*others, param], lr=1e-2)
     take_steps(optimizer, [0])
     before = master_of(optimizer, param).clone()
     param._quantizer = SimpleNamespace(scale=torch.tensor([7.0]), amax=torch.zeros(1))

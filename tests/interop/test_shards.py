@@ -173,6 +173,8 @@ def refuse_shards_that_cut_blocks(rank: int) -> None:
     local = stand_in(MXFP8Quantizer().quantize(value[: 64 - 32 * rank]))
     with pytest.raises(ValueError, match=r"MXFP8Tensor must have multiples of 32 rows.*got 48"):
         FP4Adam([distributed(local, value)])
+    with pytest.raises(ValueError, match=r"must be multiples of 32, got shape \(80, 32\)"):
+        FP4Adam([distributed(local, random((80, 32), 0))])
     with pytest.raises(NotImplementedError, match=r"by fully_shard along one.*Shard\(dim=1"):
         FP4Adam([distributed(local, value, Shard(1))])
 
