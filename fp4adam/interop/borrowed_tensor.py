@@ -180,7 +180,7 @@ class BorrowedTensor:
         """A field of the adapter: contiguous in the shape ``size``, or cut to ``extent``."""
         field, device = self._fields.get(name), self.source.device
         fits = isinstance(field, Tensor) and field.dtype.itemsize == dtype.itemsize
-        if not fits or dtype.itemsize > 1 and field.dtype != dtype or field.device != device:
+        if not fits or dtype.is_floating_point and field.dtype != dtype or field.device != device:
             self._refuse(name, f"{dtype} on {device}")
         field = field.detach().view(dtype)
         if size is not None:

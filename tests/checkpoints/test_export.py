@@ -208,6 +208,13 @@ def test_weights_of_zeros(value, tmp_path):
     assert not decoded(stored, "up", "compressed-tensors").any()
     assert_identical(bytes_of(import_checkpoint(build(None, 1), tmp_path)), bytes_of(model))
 
+    def fill(tensors: dict[str, Tensor]) -> None:
+        for name in ("packed", "scale"):
+            tensors[f"up.weight_{name}"].view(torch.uint8).fill_(17)
+
+    rewrite(tmp_path, fill, keeps_header=True)
+    assert import_checkpoint(build(None, 1), tmp_path).up.weight.dequantize(torch.float32).any()
+
 
 def test_tensors_are_the_models_own_memory_and_read_when_their_turn_comes():
     model = build("nvfp4")
@@ -288,7 +295,9 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
         assert model.up.weight.requires_grad and not model.down.weight.requires_grad
         train(model, FP4Adam(model.parameters()), steps=1)
         assert calls == ["up"]
-    model = build(None)
+    (model := build(None)).down.weight.quantizer = "another"
+    with pytest.raises(ValueError, match="layer 'down' must have no attribute 'quantizer'"):
+        import_checkpoint(model, tmp_path)
     model.up.weight = type("Special", (nn.Parameter,), {})(model.up.weight.detach())
     with pytest.raises(ValueError, match="'up' must be an ordinary parameter, got a Special"):
         import_checkpoint(model, tmp_path)
@@ -299,9 +308,9 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    for module in (model, model.up):
-        for name in ("mask", "phase"):
-            module.register_buffer(name, torch.empty(3, device="meta"), persistent=False)
+    for module, *places in ((model, "meta", "cpu"), (model.up, "cpu", "meta")):
+        for name, place in zip(("mask", "phase"), places, strict=True):
+            module.register_buffer(name, torch.empty(3, device=place), persistent=False)
     before = bytes_of(model)
     with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)

@@ -49,7 +49,7 @@ def build(weights: str, lr: float = 1e-5, shards: bool = False):
     groups = hf_scale_groups if weights == "nvfp4" else ()
     quantize_model(model, weights, scale_groups=groups)
     if shards:
-        fully_shard(model, mesh=all_ranks())
+        fully_shard(model[1], mesh=all_ranks())  # and the first weight is whole
     return model, FP4Adam(model.named_parameters(), lr=lr, scale_groups=groups or None)
 
 

@@ -193,6 +193,11 @@ def write_one_part(rank: int) -> None:
     if rank == 3:
         master = local(optimizer.state[model.up.weight]["master_param"])
         assert torch.equal(master, local(values["up.weight"]))
+        local(values["up.weight"]).mul_(4)
+    model.load_state_dict(values)
+    loss_of(model)  # gathers what has been written
+    model.reshard()
+    check_shards(model)
 
 
 def test_a_part_that_one_rank_has_written_counts_on_all():

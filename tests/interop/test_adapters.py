@@ -65,10 +65,11 @@ def master_of(optimizer: FP4Adam, param: Tensor) -> Tensor:
 def stepped(
     quantizer: Quantizer, device: str = "cpu", lr: float = 1e-2, **attributes: object
 ) -> tuple[Parameter, FP4Adam]:
-    """A stand-in, the second one of its optimizer, after a step."""
+    """A stand-in after a step; its optimizer has one of the same kind before it, and another."""
     values = [random(SHAPE, seed, device).bfloat16() for seed in (9, 0)]
-    other, param = (te_tensor(quantizer, value, **attributes) for value in values)
-    optimizer = FP4Adam([other, param], lr=lr)
+    alike = [te_tensor(quantizer, value, **attributes) for value in values]
+    param, other = alike[1], te_tensor(Float8Quantizer(columnwise=False), values[0])
+    optimizer = FP4Adam([other, *alike], lr=lr)
     take_steps(optimizer, [0])
     return param, optimizer
 
