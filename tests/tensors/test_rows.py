@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import weakref
 from unittest.mock import Mock
@@ -98,6 +99,9 @@ def test_rows_have_their_part_of_the_value_before_quantization():
     assert torch.equal(rows.get_high_precision_init_val(), value[16:])
     rows.clear_high_precision_init_val()
     assert torch.equal(weight.get_high_precision_init_val(), value)
+    weight.detach().copy_(other := value + 1)
+    other.zero_()
+    assert torch.equal(weight.get_high_precision_init_val(), value + 1)
     weight.clear_high_precision_init_val()
     assert rows._high_precision_init_val is None
 
@@ -171,7 +175,9 @@ def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, c
     stack = quantizer.quantize(torch.ones(4, 32, cols))
     shard = stack.new_zeros((2, 32, cols))
     shard.copy_(stack[:2])
+    settle_shard(shard, ())
     assert matrix_shape(shard.view(-1)) == (64, cols)
+    assert shard._shared.unsettled  # whatever other ranks have loaded
 
 
 def test_rows_that_are_written_alone_are_quantized_with_the_others():
@@ -182,6 +188,23 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
     shard[3:5].copy_(torch.ones(2, 64))
     settle_shard(shard, ())
     assert shard.pending_value() is None and shard[3:5].dequantize().eq(1).all()
+    # Alone in their blocks, or together with rows beyond; in more rows than columns, or fewer.
+    quantizer = TABLE["mxfp8-2d"]
+    for cols, rows in itertools.product((32, 128), (slice(32), slice(32, 80), slice(80, 96))):
+        whole = quantizer.quantize(randn((128, cols)))
+        shard = whole.new_zeros((96, cols))
+        shard.copy_(whole[:96])
+        settle_shard(shard, ())
+        value = shard.dequantize()
+        value[rows] *= 8
+        shard[rows].copy_(new := value[rows].clone())
+        new.zero_()
+        settle_shard(shard, ())
+        assert torch.equal(shard.dequantize(), quantizer.quantize(value).dequantize())
+    waits = whole.new_zeros((80, 128))  # for the amaxes of other ranks
+    waits.copy_(new := value[:80].clone())
+    new.zero_()
+    assert torch.equal(waits.dequantize(), value[:80])
     shard = TABLE["nvfp4"].make_empty((64, 64), device="meta").new_zeros(32, 64)
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
@@ -197,6 +220,12 @@ def test_bytes_of_a_shard_are_those_of_its_rows(name, n_rows):
     assert other.has_bytes_of(shard)
     other.inner.codes[:n_rows] += 1
     assert other.has_bytes_of(shard) == (n_rows == 0)
+    # The same codes, with scales of one block or of two.
+    whole = TABLE["float8block"].quantize(torch.ones(256, 64))
+    first, second = whole.new_zeros((60, 64)), whole.new_zeros((60, 64))
+    first.copy_(whole[:60])
+    second.copy_(whole[100:160])
+    assert not first.has_bytes_of(second)
 
 
 @pytest.mark.parametrize("answers", [(True, True), (False, True), (True, False)])
