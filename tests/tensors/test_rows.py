@@ -202,9 +202,10 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
         settle_shard(shard, ())
         assert torch.equal(shard.dequantize(), quantizer.quantize(value).dequantize())
     waits = whole.new_zeros((80, 128))  # for the amaxes of other ranks
-    waits.copy_(new := value[:80].clone())
+    waits.copy_(whole[:80])
+    waits.copy_(new := 8 * value[:80])
     new.zero_()
-    assert torch.equal(waits.dequantize(), value[:80])
+    assert torch.equal(waits.dequantize(), 8 * value[:80])
     shard = TABLE["nvfp4"].make_empty((64, 64), device="meta").new_zeros(32, 64)
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
