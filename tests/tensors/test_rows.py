@@ -201,11 +201,16 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
         new.zero_()
         settle_shard(shard, ())
         assert torch.equal(shard.dequantize(), quantizer.quantize(value).dequantize())
+        assert shard.pending_value() is None
     waits = whole.new_zeros((80, 128))  # for the amaxes of other ranks
     waits.copy_(whole[:80])
-    waits.copy_(new := 8 * value[:80])
-    new.zero_()
-    assert torch.equal(waits.dequantize(), 8 * value[:80])
+    expected = 8 * value[:80]
+    waits.copy_(new := expected.bfloat16())
+    for other in (new, waits.dequantize(torch.bfloat16)):
+        other.zero_()
+    expected[:2] = 1 + 2**-20
+    waits[:2].copy_(expected[:2])
+    assert torch.equal(waits.dequantize(), expected)
     shard = TABLE["nvfp4"].make_empty((64, 64), device="meta").new_zeros(32, 64)
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
@@ -264,7 +269,8 @@ def test_windows_have_the_values_of_slices(quantizer, data):
     copies = [window, window.clone(), copy.deepcopy(window), pickle.loads(pickle.dumps(window))]
     for one in copies:
         assert isinstance(one, QuantizedTensor) and one.shape == expected.shape
-        assert torch.equal(one.dequantize(torch.float32), expected)
+        decoded = one.dequantize(torch.float32)
+        assert torch.equal(decoded, expected) and decoded.storage_offset() == 0
 
 
 @every_window
@@ -311,5 +317,9 @@ def test_parts_together_are_the_whole(quantizer, dim):
     # They own their memory.
     parts[0].inner.present[0].zero_()
     assert torch.equal(whole.dequantize(), expected)
+    parts[1][:32].copy_(torch.ones(32, parts[1].shape[1]))
+    assert torch.equal(torch.cat(kept, dim), value)
+    kept[0].zero_()
+    assert torch.equal(value, randn((256, 256)))
     with pytest.raises(ValueError, match="multiple of 3 parts"):
         check_parallel(whole, dim, 3)
