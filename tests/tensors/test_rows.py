@@ -299,7 +299,7 @@ def test_copies_of_windows_have_their_entries_alone(quantizer):
 @pytest.mark.parametrize("dim", [0, 1])
 @every_window
 def test_parts_together_are_the_whole(quantizer, dim):
-    value = randn((256, 256))
+    value = randn((512, 256))
     whole = quantizer.quantize(value)
     if not quantizer.rowwise:
         whole = MXFP8Quantizer(columnwise=False).quantize(value)
@@ -317,9 +317,14 @@ def test_parts_together_are_the_whole(quantizer, dim):
     # They own their memory.
     parts[0].inner.present[0].zero_()
     assert torch.equal(whole.dequantize(), expected)
-    parts[1][:32].copy_(torch.ones(32, parts[1].shape[1]))
+    parts[1][:128].copy_(torch.ones(128, parts[1].shape[1]))
     assert torch.equal(torch.cat(kept, dim), value)
+    if parts[1].pending_value() is None:
+        assert parts[1].get_high_precision_init_val()[:128].eq(1).all()
+    if whole.quantizer.layout.is_square:
+        build_columnwise([again := parts[1].clone()])
+        assert torch.equal(again.columnwise_data, parts[1].columnwise_data)
     kept[0].zero_()
-    assert torch.equal(value, randn((256, 256)))
+    assert torch.equal(value, randn((512, 256)))
     with pytest.raises(ValueError, match="multiple of 3 parts"):
         check_parallel(whole, dim, 3)
