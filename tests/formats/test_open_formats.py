@@ -14,10 +14,6 @@ from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from helpers import randn
 
 
-def matrix(device: str = "cpu") -> torch.Tensor:
-    return randn(64, 96, device=device)
-
-
 @dataclasses.dataclass(frozen=True)
 class Doubled(NVFP4Quantizer):
     """NVFP4 whose values are twice as large."""
@@ -58,7 +54,7 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
     quantizer, device, monkeypatch
 ):
     def trained(device: str) -> list[torch.Tensor]:
-        param = torch.nn.Parameter(quantizer.quantize(matrix(device)))
+        param = torch.nn.Parameter(quantizer.quantize(randn(64, 96, device=device)))
         optimizer = FP4Adam([param], lr=1e-2)
         gathered = torch.empty(64, 96, device=device)
         for _ in range(2):
@@ -74,10 +70,10 @@ def test_a_format_with_arithmetic_of_its_own_never_runs_the_kernels_of_another(
         assert torch.equal(tensor.cpu(), other)
     with pytest.raises(ValueError, match="are of nvfp4, mxfp8, float8block, float8, got"):
         Recipe(quantizer, activations="fake")
-    quantizers = NVFP4Quantizer(), quantizer, Coarse()
+    quantizers, x = (NVFP4Quantizer(), quantizer, Coarse()), randn(64, 96, device=device)
     weights = [each.make_empty((64, 96), device=device) for each in quantizers]
     cast = PartialCast(weights, [0] * 3, [64 * 96] * 3, [torch.float32] * 3)
-    cast.measure([matrix(device).view(-1)] * 3)
-    cast.write([matrix(device).view(-1)] * 3)
+    cast.measure([x.view(-1)] * 3)
+    cast.write([x.view(-1)] * 3)
     for each in weights:
-        assert torch.equal(each.rowwise_data, each.quantizer.quantize(matrix(device)).rowwise_data)
+        assert torch.equal(each.rowwise_data, each.quantizer.quantize(x).rowwise_data)

@@ -181,16 +181,9 @@ def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, c
 
 
 def test_rows_that_are_written_alone_are_quantized_with_the_others():
-    whole = TABLE["mxfp8"].quantize(randn((64, 64)))
-    shard = whole.new_zeros((32, 64))
-    shard.copy_(whole[:32])
-    settle_shard(shard, ())
-    shard[3:5].copy_(torch.ones(2, 64))
-    settle_shard(shard, ())
-    assert shard.pending_value() is None and shard[3:5].dequantize().eq(1).all()
     # Alone in their blocks, or together with rows beyond; in more rows than columns, or fewer.
     quantizer = TABLE["mxfp8-2d"]
-    for cols, rows in itertools.product((32, 128), (slice(32), slice(32, 80), slice(80, 96))):
+    for cols, rows in itertools.product((32, 128), (slice(32), slice(32, 80), slice(81, 96))):
         whole = quantizer.quantize(randn((128, cols)))
         shard = whole.new_zeros((96, cols))
         shard.copy_(whole[:96])
