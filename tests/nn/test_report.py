@@ -281,9 +281,9 @@ def measure_sharded(rank: int, name: str, width: int, n_layers: int, ranks: int)
     if ranks > 1:
         mesh = all_ranks()
         if n_layers == 1:
-            mesh = init_device_mesh(home().type, (2, 2), mesh_dim_names=("dp", "tp"))
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-            mesh = mesh["dp"]
+            both = init_device_mesh(home().type, (2, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(model, both["tp"], {"0": ColwiseParallel()})
+            mesh = both["dp"]
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh)
     monitor = QuantizationMonitor(model)

@@ -173,8 +173,7 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
 def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, cols):
     """FSDP2 keeps shards flat; the stack has other sizes in its other dimensions."""
     stack = quantizer.quantize(torch.ones(4, 32, cols))
-    shard = stack.new_zeros((2, 32, cols))
-    shard.copy_(stack[:2])
+    shard = stack.new_zeros((2, 32, cols)).copy_(stack[:2])
     settle_shard(shard, ())
     assert matrix_shape(shard.view(-1)) == (64, cols)
     assert shard._shared.unsettled  # whatever other ranks have loaded
@@ -185,8 +184,7 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
     quantizer = TABLE["mxfp8-2d"]
     for cols, rows in itertools.product((32, 128), (slice(32), slice(32, 80), slice(81, 96))):
         whole = quantizer.quantize(randn((128, cols)))
-        shard = whole.new_zeros((96, cols))
-        shard.copy_(whole[:96])
+        shard = whole.new_zeros((96, cols)).copy_(whole[:96])
         settle_shard(shard, ())
         value = shard.dequantize()
         value[rows] *= 8
@@ -195,8 +193,7 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
         settle_shard(shard, ())
         assert torch.equal(shard.dequantize(), quantizer.quantize(value).dequantize())
         assert shard.pending_value() is None
-    waits = whole.new_zeros((80, 128))  # for the amaxes of other ranks
-    waits.copy_(whole[:80])
+    waits = whole.new_zeros((80, 128)).copy_(whole[:80])  # for the amaxes of other ranks
     expected = 8 * value[:80]
     waits.copy_(new := expected.bfloat16())
     for other in (new, waits.dequantize(torch.bfloat16)):
@@ -211,8 +208,7 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
 @pytest.mark.parametrize("name, n_rows", [("float8block", 3), ("nvfp4", 0)])
 def test_bytes_of_a_shard_are_those_of_its_rows(name, n_rows):
     whole = TABLE[name].quantize(torch.ones(16, 64))
-    shard = whole.new_zeros((n_rows, 64))
-    shard.copy_(whole[:n_rows])
+    shard = whole.new_zeros((n_rows, 64)).copy_(whole[:n_rows])
     other = shard.twin()
     for inner in other.storage_tensors().values():
         inner[-1:] += 1  # of a block without rows; an amax that nothing reads
@@ -221,9 +217,7 @@ def test_bytes_of_a_shard_are_those_of_its_rows(name, n_rows):
     assert other.has_bytes_of(shard) == (n_rows == 0)
     # The same codes, with scales of one block or of two.
     whole = TABLE["float8block"].quantize(torch.ones(256, 64))
-    first, second = whole.new_zeros((60, 64)), whole.new_zeros((60, 64))
-    first.copy_(whole[:60])
-    second.copy_(whole[100:160])
+    first, second = (whole.new_zeros((60, 64)).copy_(whole[i : i + 60]) for i in (0, 100))
     assert not first.has_bytes_of(second)
 
 
