@@ -73,8 +73,9 @@ SWAPS = {
 FUNCTIONS = {"max": "min", "min": "max", "any": "all", "all": "any"}
 FUNCTIONS |= {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "sorted": "list"}
 COPIES = ("clone", "contiguous", "detach")
-# What no test can see: words for people, speed, and checks of the code by itself.
-UNSEEN_FUNCTIONS = ("__repr__", "__str__", "extra_repr", "compile")
+# What no test can see: words for people, speed, and checks of the code by itself; without a GPU
+# neither PTX nor what a kernel does for a capability of its target: the interpreter has 0.
+UNSEEN_FUNCTIONS = re.compile("__(repr|str)__|extra_repr|compile|.*_assembly")
 UNSEEN_CALLS = ("static_assert", "warn", "record_function", "max_constancy", "multiple_of")
 UNSEEN_KEYWORDS = ("num_warps", "num_stages", "maxnreg", "sem", "non_blocking", "strict")
 
@@ -132,6 +133,8 @@ class Mutations:
             children = node.body
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             children = [node.value] if node.value else []
+        elif isinstance(node, ast.If) and is_unseen(node.test):
+            children = node.orelse
         for child in children:
             self._visit(child, lines, in_function)
 
@@ -191,6 +194,9 @@ def is_function(node: ast.AST) -> bool:
 def is_unseen(node: ast.AST) -> bool:
     """Errors, assertions, text, imports, and what the lists above name."""
     match node:
+        case ast.Compare() | ast.BoolOp():
+            asked = ast.unparse(node)
+            return "capability()" in asked and "capability() == 0" not in asked
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
         case ast.Expr(value=ast.Constant()) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
@@ -199,7 +205,7 @@ def is_unseen(node: ast.AST) -> bool:
             return name_of(call) in UNSEEN_CALLS
         case ast.keyword(arg=name):
             return name in UNSEEN_KEYWORDS
-    return is_function(node) and node.name in UNSEEN_FUNCTIONS
+    return is_function(node) and UNSEEN_FUNCTIONS.fullmatch(node.name) is not None
 
 
 def unparsed(node: ast.AST, **changed: Any) -> str:

@@ -68,7 +68,7 @@ class MXFP4Quantizer(MXQuantizer[MXFP4Tensor]):
     def encode(
         self, amaxes: Tensor, tensor_amax: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        rounded = amaxes.contiguous().view(torch.int32) + self.layout.scale_rule.rounding
+        rounded = amaxes.view(torch.int32) + self.layout.scale_rule.rounding
         scales = rounded.bitwise_right_shift_(23).sub_(2).clamp_(min=0)
         scales = torch.where(amaxes.isnan(), 255, scales).to(torch.uint8)
         return scales, minifloat.e8m0_reciprocal(scales)

@@ -258,7 +258,7 @@ def _reads_as(tensor: QuantizedTensor, value: Tensor) -> bool:
     if shared.first_row is None or shared.pending is not None or tensor.is_meta or value.is_meta:
         return False
     bits = torch.int32 if value.dtype == torch.float32 else torch.int16
-    values = value.detach().to(tensor.device).contiguous(), tensor.detach()._read(value.dtype)
+    values = value.detach().to(tensor.device), tensor.detach()._read(value.dtype)
     return torch.equal(*(x.view(bits) for x in values))
 
 

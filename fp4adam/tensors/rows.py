@@ -80,10 +80,7 @@ def _stored_between(tensor: QuantizedTensor, low: int, high: int) -> Storage:
     """Inner tensors on stored rows ``low`` to ``high``, without derived ones, all contiguous."""
     tensors, views = tensor.inner, {}
     for name, rows in tensor.quantizer.layout.rows_per_entry.items():
-        inner = getattr(tensors, name)
-        # The last view keeps the padding.
-        stop = inner.shape[0] if high == stored_shape(tensor)[0] else -(-high // rows)
-        views[name] = _columns_of(tensor, name)[low // rows : stop].contiguous()
+        views[name] = _columns_of(tensor, name)[low // rows : -(-high // rows)].contiguous()
     return Storage(amax=tensors.amax, amax_history=tensors.amax_history, **views)
 
 
@@ -353,7 +350,7 @@ def replace_init_val(tensor: QuantizedTensor, value: Tensor | None) -> None:
         if keeps:
             kept = None if value is None else value.to(tensor.device, copy=True)
             tensor._high_precision_init_val = kept
-    elif shared.pending is None and not tensor.is_meta:
+    elif shared.pending is None:
         has_init_val = shared.init_val is not None and not shared.init_val.is_meta
         if has_init_val or (keeps and value is not None):
             # The other rows keep their values.

@@ -238,10 +238,10 @@ def e4m3_code(x, ALONE: tl.constexpr = False):
         bits = x.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448, even for Inf and NaN
         # Below 2^-6 the spacing is 2^-9. Adding 2^14 rounds to it and leaves the code in the low
-        # bits.
+        # byte, which is all that is kept in the end.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
         normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-        code = tl.where(magnitude < 0x3C800000, subnormal - 0x46800000, normal - (120 << 3))
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal - (120 << 3))
         code = tl.where(x == x, code, 0x7F)
         # As signed integers, -Inf and all negative numbers are below the negative NaNs.
         code = (code | tl.where(bits <= -0x800000, 0x80, 0)).to(tl.uint8)

@@ -219,6 +219,8 @@ def test_what_is_a_stack(recwarn):
     torch.manual_seed(0)
     model = MoE()
     model.experts.bias = nn.Parameter(torch.zeros(EXPERTS, DIM))
+    model.experts.register_parameter("none", None)
+    model.experts.lazy = nn.UninitializedParameter()
     model.other = nn.Module()
     model.other.cube = nn.Parameter(torch.zeros(EXPERTS, DIM, DIM))  # has no num_experts
     for _ in range(2):  # again: nothing changes
@@ -231,6 +233,9 @@ def test_what_is_a_stack(recwarn):
     assert "gate_up_proj=NVFP4, down_proj=NVFP4" in str(model)
     with pytest.warns(UserWarning, match="'experts': experts must have a multiple of 128 rows"):
         quantize_model(MoE(), "float8block")
+    uneven = nn.Module()
+    uneven.num_experts, uneven.stack = 32, nn.Parameter(torch.zeros(32, 33, 32))
+    assert quantize_model(uneven, "mxfp8").stack.quantizer.layout.block == 32  # of a row
     with pytest.raises(ValueError, match="layer 'experts': rows and columns of MXFP8 must be"):
         quantize_model(MoE(dim=16), "mxfp8", not_router)
 

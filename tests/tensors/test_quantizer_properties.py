@@ -201,3 +201,5 @@ def test_values_are_of_three_dtypes():
     for call in (tensor.quantize_, lambda x: tensor.dequantize(x.dtype)):
         with pytest.raises(TypeError, match=r"must be float32.*got torch\.float64; convert"):
             call(torch.zeros(32, 64, dtype=torch.float64))
+    with pytest.raises(TypeError, match="x must be a dense tensor, got a list"):
+        NVFP4Quantizer().quantize([1.0])

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import weakref
 from unittest.mock import Mock
@@ -98,6 +99,9 @@ def test_rows_have_their_part_of_the_value_before_quantization():
     assert torch.equal(rows.get_high_precision_init_val(), value[16:])
     rows.clear_high_precision_init_val()
     assert torch.equal(weight.get_high_precision_init_val(), value)
+    weight.detach().copy_(other := value + 1)
+    other.zero_()
+    assert torch.equal(weight.get_high_precision_init_val(), value + 1)
     weight.clear_high_precision_init_val()
     assert rows._high_precision_init_val is None
 
@@ -169,19 +173,34 @@ def test_rows_in_parts_are_decoded_as_in_one(quantizer, blocks, path, gap, devic
 def test_flat_shards_of_stacks_are_matrices_of_their_last_dimension(quantizer, cols):
     """FSDP2 keeps shards flat; the stack has other sizes in its other dimensions."""
     stack = quantizer.quantize(torch.ones(4, 32, cols))
-    shard = stack.new_zeros((2, 32, cols))
-    shard.copy_(stack[:2])
+    shard = stack.new_zeros((2, 32, cols)).copy_(stack[:2])
+    settle_shard(shard, ())
     assert matrix_shape(shard.view(-1)) == (64, cols)
+    assert shard._shared.unsettled  # whatever other ranks have loaded
 
 
 def test_rows_that_are_written_alone_are_quantized_with_the_others():
-    whole = TABLE["mxfp8"].quantize(randn((64, 64)))
-    shard = whole.new_zeros((32, 64))
-    shard.copy_(whole[:32])
-    settle_shard(shard, ())
-    shard[3:5].copy_(torch.ones(2, 64))
-    settle_shard(shard, ())
-    assert shard.pending_value() is None and shard[3:5].dequantize().eq(1).all()
+    # Alone in their blocks, or together with rows beyond; in more rows than columns, or fewer.
+    quantizer = TABLE["mxfp8-2d"]
+    for cols, rows in itertools.product((32, 128), (slice(32), slice(32, 80), slice(81, 96))):
+        whole = quantizer.quantize(randn((128, cols)))
+        shard = whole.new_zeros((96, cols)).copy_(whole[:96])
+        settle_shard(shard, ())
+        value = shard.dequantize()
+        value[rows] *= 8
+        shard[rows].copy_(new := value[rows].clone())
+        new.zero_()
+        settle_shard(shard, ())
+        assert torch.equal(shard.dequantize(), quantizer.quantize(value).dequantize())
+        assert shard.pending_value() is None
+    waits = whole.new_zeros((80, 128)).copy_(whole[:80])  # for the amaxes of other ranks
+    expected = 8 * value[:80]
+    waits.copy_(new := expected.bfloat16())
+    for other in (new, waits.dequantize(torch.bfloat16)):
+        other.zero_()
+    expected[:2] = 1 + 2**-20
+    waits[:2].copy_(expected[:2])
+    assert torch.equal(waits.dequantize(), expected)
     shard = TABLE["nvfp4"].make_empty((64, 64), device="meta").new_zeros(32, 64)
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
@@ -189,14 +208,17 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
 @pytest.mark.parametrize("name, n_rows", [("float8block", 3), ("nvfp4", 0)])
 def test_bytes_of_a_shard_are_those_of_its_rows(name, n_rows):
     whole = TABLE[name].quantize(torch.ones(16, 64))
-    shard = whole.new_zeros((n_rows, 64))
-    shard.copy_(whole[:n_rows])
+    shard = whole.new_zeros((n_rows, 64)).copy_(whole[:n_rows])
     other = shard.twin()
     for inner in other.storage_tensors().values():
         inner[-1:] += 1  # of a block without rows; an amax that nothing reads
     assert other.has_bytes_of(shard)
     other.inner.codes[:n_rows] += 1
     assert other.has_bytes_of(shard) == (n_rows == 0)
+    # The same codes, with scales of one block or of two.
+    whole = TABLE["float8block"].quantize(torch.ones(256, 64))
+    first, second = (whole.new_zeros((60, 64)).copy_(whole[i : i + 60]) for i in (0, 100))
+    assert not first.has_bytes_of(second)
 
 
 @pytest.mark.parametrize("answers", [(True, True), (False, True), (True, False)])
@@ -234,7 +256,8 @@ def test_windows_have_the_values_of_slices(quantizer, data):
     copies = [window, window.clone(), copy.deepcopy(window), pickle.loads(pickle.dumps(window))]
     for one in copies:
         assert isinstance(one, QuantizedTensor) and one.shape == expected.shape
-        assert torch.equal(one.dequantize(torch.float32), expected)
+        decoded = one.dequantize(torch.float32)
+        assert torch.equal(decoded, expected) and decoded.storage_offset() == 0
 
 
 @every_window
@@ -263,7 +286,7 @@ def test_copies_of_windows_have_their_entries_alone(quantizer):
 @pytest.mark.parametrize("dim", [0, 1])
 @every_window
 def test_parts_together_are_the_whole(quantizer, dim):
-    value = randn((256, 256))
+    value = randn((512, 256))
     whole = quantizer.quantize(value)
     if not quantizer.rowwise:
         whole = MXFP8Quantizer(columnwise=False).quantize(value)
@@ -281,5 +304,14 @@ def test_parts_together_are_the_whole(quantizer, dim):
     # They own their memory.
     parts[0].inner.present[0].zero_()
     assert torch.equal(whole.dequantize(), expected)
+    parts[1][:128].copy_(torch.ones(128, parts[1].shape[1]))
+    assert torch.equal(torch.cat(kept, dim), value)
+    if parts[1].pending_value() is None:
+        assert parts[1].get_high_precision_init_val()[:128].eq(1).all()
+    if whole.quantizer.layout.is_square:
+        build_columnwise([again := parts[1].clone()])
+        assert torch.equal(again.columnwise_data, parts[1].columnwise_data)
+    kept[0].zero_()
+    assert torch.equal(value, randn((512, 256)))
     with pytest.raises(ValueError, match="multiple of 3 parts"):
         check_parallel(whole, dim, 3)
