@@ -193,6 +193,11 @@ def write_one_part(rank: int) -> None:
     if rank == 3:
         master = local(optimizer.state[model.up.weight]["master_param"])
         assert torch.equal(master, local(values["up.weight"]))
+    part = local(model.up.weight)
+    part.copy_(-local(values["up.weight"]) if rank == 3 else part.detach())  # its own bytes
+    optimizer.step()
+    assert not part._shared.unsettled  # or other ranks would wait
+    check_shards(model)
 
 
 def test_a_part_that_one_rank_has_written_counts_on_all():
