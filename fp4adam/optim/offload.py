@@ -40,10 +40,6 @@ class OffloadedEngine(Engine):
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
-    def forget(self) -> None:
-        super().forget()
-        self._chunks.clear()
-
     def settle(self) -> None:
         self._wait()
         for part in self._chunks:
@@ -81,7 +77,6 @@ class OffloadedEngine(Engine):
             part.states = chunk.staged(own)
             link.to_gpu(chunk)
         else:
-            link.wait()
             part.states = {p: _moved(p, state, local(p).device) for p, state in own.items()}
         try:
             part.step(signals)

@@ -68,6 +68,8 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     link.moved = [0, 0]
     optimizer.step()
     assert link.moved == [0, 0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert link.pinned_bytes == 0
     optimizer.enable_gradient_release()
     take_steps(optimizer, [3])
     assert link.pinned_bytes == size

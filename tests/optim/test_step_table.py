@@ -959,7 +959,8 @@ def rows() -> list[Any]:
             for path in PATHS:
                 if not takes(path, CASES[case], name):
                     continue
-                turn = (5 * i + 8 * j) % len(CASES)  # 0 for one case of each scenario
+                of_whole = 7 * (name in OF_WHOLE_STATES)  # cases that differ in more than states
+                turn = (5 * i + 8 * j + of_whole) % len(CASES)  # 0 for one case of each scenario
                 quick = turn < QUICK[path] and (path != "kernels" or i % 2 == 0)
                 later = [pytest.mark.slow if quick else pytest.mark.exhaustive]
                 is_first = 3 * turn < QUICK[path] and (path != "kernels" or i % 4 == 0)
