@@ -227,15 +227,15 @@ def test_values_that_another_optimizer_has_dropped_are_counted() -> None:
         take_steps(FP4Adam([param], lr=1e-2), [0])
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "float8"])
-def test_a_clipped_weight_is_not_its_master(recipe: str) -> None:
-    """It has the master's codes under its own scales, as codes saturate; the scales are others."""
+@pytest.mark.parametrize(("recipe", "part"), [("nvfp4", 6 / 11), ("float8", 448 / 528)])
+def test_a_clipped_weight_is_not_its_master(recipe: str, part: float) -> None:
+    """It has the master's codes under its own scales, as codes saturate, by up to 2.5 gaps."""
     param = Parameter(QUANTIZERS[recipe].quantize(random((128, 256), seed=0)))
     optimizer = FP4Adam([param])
     take_steps(optimizer, range(2))
     saved = optimizer.state_dict()
     master = saved["state"][0]["master_param"].clone()
-    limit = master.abs().amax().item() / 4
+    limit = master.abs().amax().item() * part
     param.data.quantize_(master.clamp(-limit, limit))
     assert rows.is_of(param.detach(), master)
     optimizer.load_state_dict(saved)
