@@ -41,13 +41,10 @@ class OffloadedEngine(Engine):
         self._links: dict[torch.device, Link] = {}
 
     def settle(self) -> None:
-        self._wait()
-        for part in self._chunks:
-            part.settle()
-
-    def _wait(self) -> None:
         for link in self._links.values():
             link.wait()
+        for part in self._chunks:
+            part.settle()
 
     def placed(self, param: Tensor, state: State) -> State:
         return _moved(param, state, "cpu")
