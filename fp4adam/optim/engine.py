@@ -135,6 +135,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop plan, counts and parts, after states have been loaded."""
+        self.settle()
         self.plan, self._planned = None, ()
         self.parts, self._divided = {}, []
 

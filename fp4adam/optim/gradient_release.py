@@ -34,7 +34,6 @@ class GradientRelease:
                 "param.grad only, and these step parameters one by one; leave the former out, or "
                 "capture backward() and step() in one graph instead"
             )
-        engine.settle()
         engine.forget()
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
         self._optimizer = weakref.ref(optimizer)

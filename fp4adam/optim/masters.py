@@ -163,7 +163,7 @@ class HighHalf(NoMaster):
         return False  # the parameter is a half of it
 
     def is_stored(self, state: State) -> bool:
-        return REST in state and MASTER not in state
+        return REST in state
 
     def repair(self, state: State) -> None:
         """Zero remainders that another value of the parameter has turned into a NaN.

@@ -40,23 +40,11 @@ class OffloadedEngine(Engine):
         self._chunks: weakref.WeakKeyDictionary[Engine, _Chunk] = weakref.WeakKeyDictionary()
         self._links: dict[torch.device, Link] = {}
 
-    def forget(self) -> None:
-        self._wait()
-        super().forget()
-        self._chunks.clear()
-
-    def drop_plan(self) -> None:
-        for part in self.parts.values():
-            part.drop_plan()
-
     def settle(self) -> None:
-        self._wait()
-        for part in self._chunks:
-            part.settle()
-
-    def _wait(self) -> None:
         for link in self._links.values():
             link.wait()
+        for part in self._chunks:
+            part.settle()
 
     def placed(self, param: Tensor, state: State) -> State:
         return _moved(param, state, "cpu")
@@ -86,8 +74,6 @@ class OffloadedEngine(Engine):
             part.states = chunk.staged(own)
             link.to_gpu(chunk)
         else:
-            link.wait()
-            part.drop_plan()
             part.states = {p: _moved(p, state, local(p).device) for p, state in own.items()}
         try:
             part.step(signals)
@@ -236,7 +222,7 @@ class _Chunk:
             entries = _entries(self.host).items()
             for start, ((param, name), value) in zip(self._starts, entries, strict=True):
                 own = local(value)
-                view = alias[start : start + own.nbytes].view(own.dtype)
+                view = alias[start:].view(own.dtype)
                 view = view.as_strided(own.shape, own.stride())
                 staged[param][name] = _like(param, value, view)
             self._views, self._staged = _entries(staged), staged

@@ -86,7 +86,7 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
             # Of a run that has begun, also where those start that no step has used yet.
             is_new = state is None and bool(own) and member.start_value is not None
             if is_new:
-                state = own[owner] = member.completed({}, group["amsgrad"], restart=False)
+                state = own[owner] = member.completed({}, group["amsgrad"])
             if state is not None:
                 is_stale = is_new or member in stale
                 states[keys[owner]] = saved_state(member, state, is_stale, compact, as_te)
@@ -115,10 +115,8 @@ def current_master(engine: Engine, param: Tensor) -> Tensor | None:
     """The ``master_param`` that ``state_dict()`` has of a parameter; None if there is none."""
     own, stale = _stale(engine, [param])
     with torch._C.DisableTorchFunctionSubclass():
-        for state in own.values():
-            state = {name: x for name, x in state.items() if name in ENTRIES}
-            return saved_state(engine.targets[param], state, bool(stale), False).get(MASTER)
-    return None
+        state = {name: x for name, x in own.get(param, {}).items() if name in ENTRIES}
+        return saved_state(engine.targets[param], state, bool(stale), False).get(MASTER)
 
 
 def saved_state(
@@ -353,9 +351,8 @@ def _local_part(owner: Tensor, saved: State) -> State:
     numbers = {n: each.decode() for n, each in given.items()}
     if (means := given.get("exp_avg_sq")) and means.codec is FACTORED:
         numbers |= dict(zip(MEANS, means[1:], strict=True))
-    whole = ("step", MEANS[1])
     return {
-        name: part_for(owner, value) if isinstance(value, Tensor) and name not in whole else value
+        name: part_for(owner, value) if isinstance(value, Tensor) and name != MEANS[1] else value
         for name, value in {**saved, **numbers}.items()
         if name not in SCALES.values()
     }

@@ -215,7 +215,7 @@ class Target:
         codecs += [self.codecs["exp_avg_sq"]] * amsgrad
         return sum(codec.nbytes(self.param.shape) for codec in codecs)
 
-    def completed(self, state: State, amsgrad: bool, restart: bool) -> State:
+    def completed(self, state: State, amsgrad: bool, restart: bool = False) -> State:
         """A new state with all that a step needs; what is missing is made.
 
         ``restart``: Whether the master restarts from the parameter.

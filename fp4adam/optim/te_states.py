@@ -36,7 +36,7 @@ def initialize_state(self: Any, param: Tensor, store_param_remainders: bool | No
     engine.drop_plan()
     group = next(g for g, params in engine.groups if any(param is one for one in params))
     with torch._C.DisableTorchFunctionSubclass():
-        state = target.completed({}, group["amsgrad"], restart=False)
+        state = target.completed({}, group["amsgrad"])
         engine.states[param] = engine.placed(param, state)
         if target.master.name == MASTER:
             target.record()

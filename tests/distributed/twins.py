@@ -145,7 +145,7 @@ def distribute(model: nn.Sequential, layout: str) -> nn.Sequential:
         if "recomputed" in variants:
             checkpoint(layer)
         if "compiled" in variants:
-            layer.compile(backend="aot_eager")
+            layer.compile(backend="aot_eager", dynamic=False)  # symbolic codes take minutes
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     if "prefetched" in variants:

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 import format_reference as reference
 from fp4adam import NVFP4Quantizer, Recipe, quantize_model
 from fp4adam.formats import nvfp4_gradients
-from fp4adam.formats.nvfp4_gradients import (
-    SIGNS,
-    e2m1_stochastic_code,
-    hadamard,
-)
+from fp4adam.formats.nvfp4_gradients import SIGNS, e2m1_stochastic_code, hadamard
 from fp4adam.nn.operand import NVFP4Operands, quantize
 from helpers import randn
 

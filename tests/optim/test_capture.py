@@ -22,14 +22,7 @@ from fp4adam import FP4Adam, FusedAdam, NVFP4Quantizer, quantize_model
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.optim.adam import adam_scalars
 from fp4adam.tensors import backend
-from helpers import (
-    all_params,
-    assert_identical,
-    assert_same_training,
-    randn,
-    take_steps,
-    written,
-)
+from helpers import all_params, assert_identical, assert_same_training, randn, take_steps, written
 
 pytestmark = pytest.mark.usefixtures("through_the_kernels")
 

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
-from fp4adam import (
-    MasterWeightOptimizer,
-    MXFP8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-)
+from fp4adam import MasterWeightOptimizer, MXFP8Quantizer, QuantizedTensor, Quantizer
 from helpers import (
     QUANTIZERS,
     RECIPES,
@@ -172,6 +167,10 @@ def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
         assert param.has_bytes_of(param.quantizer.quantize(optimizer.state[param]["master_param"]))
         assert optimizer.param_groups[1]["params"][0] is param
     assert unused not in optimizer.state
+    with torch.no_grad():
+        param.copy_(value := value_of(param) * 1.01)
+    with optimizer.masters(), torch.no_grad():
+        assert_identical(optimizer._masters[param].detach(), value)
 
 
 def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
@@ -192,11 +191,15 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
 
 
 def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
-    param = Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
-    optimizer = MasterWeightOptimizer([param], SGD, lr=0.0)
-    take_steps(optimizer, [0])
-    param.detach().add_(2**-7)  # the next number, to which a loaded master would belong
-    with pytest.warns(UserWarning, match="masters of 1 weights restart"):
+    params = [Parameter(torch.ones(3, device=device, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = MasterWeightOptimizer(params, SGD, lr=0.0)
+    optimizer.step(lambda: set_grads(params[:1], 0))
+    params[0].grad = None
+    set_grads(params[1:], 0)
+    optimizer.step()
+    for param in params:
+        param.detach().add_(2**-7)  # the next number, to which a loaded master would belong
+    with pytest.warns(UserWarning, match="masters of 2 weights restart"):
         take_steps(optimizer, [1])
 
 

@@ -98,8 +98,8 @@ def test_states_that_are_set_after_parameters_were_written(name, device):
     """A parameter stays written when a moment is set; a master that is set holds."""
     param = weights(device)[0]
     optimizer = FP4Adam([param], lr=1e-30)
-    take_steps(optimizer, [0])
-    written, given = (random((64, 96), seed, device) for seed in (5, 6))
+    optimizer.initialize_state(param)
+    written, given = (random((64, 96), seed, device, scale=1.01) for seed in (0, 6))
     with torch.no_grad():
         param.copy_(written)
     optimizer.set_scaled_state(param, name, given)
@@ -254,6 +254,7 @@ def test_groups_count_steps():
     # A count that the device has taken back.
     optimizer.found_inf = torch.ones(1)
     take_steps(optimizer, [0])
+    optimizer.enable_gradient_release().remove()
     assert optimizer.state[params[0]]["step"] == 8 and optimizer.param_groups[0]["step"] == 8
     optimizer.load_state_dict(saved)
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]

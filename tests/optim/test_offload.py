@@ -68,6 +68,8 @@ def test_a_step_moves_each_state_once_in_and_once_out(device: str, link: LateLin
     link.moved = [0, 0]
     optimizer.step()
     assert link.moved == [0, 0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert link.pinned_bytes == 0
     optimizer.enable_gradient_release()
     take_steps(optimizer, [3])
     assert link.pinned_bytes == size
@@ -84,7 +86,8 @@ def test_new_states_of_one_chunk_are_on_the_gpu_at_a_time(device, link, monkeypa
         init(self, link, states)
 
     monkeypatch.setattr(offload._Chunk, "__init__", note)
-    take_steps(pair(device)[0], [0])
+    options = dict(amsgrad=True, exp_avg_dtype=torch.uint8, offload_states=True)
+    take_steps(FP4Adam(make_params(RECIPES["nvfp4"], device), **options), [0])
     assert made and all(memory.expired() for memory in made)
 
 
@@ -116,16 +119,19 @@ def test_states_outlive_their_optimizer(device: str, link: LateLink) -> None:
 
 
 def test_layouts_and_dtypes(device: str, link: LateLink) -> None:
-    """Channels last, float64."""
+    """Channels last, float64, empty."""
     optimizers = []
     for offloads in (True, False):
         conv = random((4, 3, 5, 5), 0, device).to(memory_format=torch.channels_last)
         params = [Parameter(conv), Parameter(random((9, 3), 3, device).double())]
+        params.append(Parameter(random((0, 3), 4, device)))
         optimizers.append(FusedAdam(params, **OPTIONS, offload_states=offloads))
         take_steps(optimizers[-1], range(4))
     assert_same_training(*optimizers)
     state = optimizers[0].state[all_params(optimizers[0])[0]]
     assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+    for value in optimizers[0].state[all_params(optimizers[0])[2]].values():
+        assert value.untyped_storage().nbytes() == value.nbytes
 
 
 # What is refused

@@ -74,11 +74,13 @@ REFERENCES = {
 
 
 @by_name
+@pytest.mark.table
 @pytest.mark.parametrize("n", [1, 77, 2048])
 @pytest.mark.parametrize("kind", ["nearest", "dither", "down", "up"])
 def test_codes_scales_and_numbers_are_those_of_the_reference(codec, n, kind):
     """Whole blocks and short ones; zeros, numbers near carries, and of many binades."""
-    known = torch.cat([numbers(codec, 1024), torch.zeros(32), near_carries()])
+    halves = 0.5 ** torch.arange(32)  # of which some are the smallest numbers
+    known = torch.cat([numbers(codec, 1024), torch.zeros(32), near_carries(), halves])
     x = torch.cat([known.abs() if codec in SQUARES else known, numbers(codec, 2048)])[:n]
     fill = {"nearest": None, "down": 0, "up": -1}.get(kind, 1)
     dither = fill if fill is None else torch.full((n,), fill, dtype=torch.int32)

@@ -18,17 +18,9 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim.remainder import NAN, complete, split_off, units
+from fp4adam.optim.remainder import NAN, complete, largest_values, split_off, units
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
-from helpers import (
-    RECIPES,
-    all_params,
-    assert_identical,
-    random,
-    snapshot,
-    take_steps,
-    value_of,
-)
+from helpers import RECIPES, all_params, assert_identical, random, snapshot, take_steps, value_of
 from te_stand_ins import assert_bytes, te_tensor
 
 FP8 = torch.float8_e4m3fn
@@ -100,19 +92,22 @@ def test_amsgrad_needs_float32_second_moments():
 
 
 def test_factored_second_moments_are_of_quantized_matrices():
-    params = [weight(NVFP4Quantizer(), 0, shape) for shape in ((64, 96), (2, 16, 32))]
+    shapes = (64, 96), (32, 64), (2, 16, 32)
+    params = [weight(NVFP4Quantizer(), 0, shape) for shape in shapes]
     optimizer = FP4Adam([*params, Parameter(torch.ones(64, 96))], states="factored")
     take_steps(optimizer, [0, 1])
     found = [state["exp_avg_sq"] for state in optimizer.state.values()]
-    assert [tuple(each.shape) for each in found] == [(64,), (2, 16, 32), (64, 96)]
+    assert [tuple(each.shape) for each in found] == [(64,), (32,), (2, 16, 32), (64, 96)]
     assert optimizer.state_nbytes()[params[0]] == 64 * 96 * 2 + 64 * 3 + 4 * (64 + 96 + 1)
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg_sq_rows"] = found[0].repeat_interleave(2)[::2]
     optimizer.load_state_dict(saved)
     assert torch.equal(optimizer.state[params[0]]["exp_avg_sq"], found[0])
-    saved["state"][0]["exp_avg_sq"].mul_(4)  # another optimizer's, of which these are no factors
+    for state in saved["state"].values():
+        state["exp_avg_sq"].mul_(4)  # another optimizer's, of which these are no factors
     optimizer.load_state_dict(saved)
-    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq"], 4 * found[0])
+    for param, before in zip(params[:2], found, strict=False):
+        torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], 4 * before)
     optimizer.param_groups[0]["params"] = [Parameter(torch.ones(2, 16, 32))]  # of one of them
     take_steps(optimizer, [2])
 
@@ -144,6 +139,7 @@ def test_remainders_keep_what_is_not_finite():
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
+    assert largest_values(NVFP4Quantizer().quantize(torch.zeros(16, 32))).isinf().all()
 
 
 @pytest.mark.parametrize("rounding", ["floor", "even", "up"])

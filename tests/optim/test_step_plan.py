@@ -101,6 +101,12 @@ def test_other_gradients_after_a_step_that_has_failed(trained, monkeypatch):
     set_grads(trained.param_groups[0]["params"], 2)
     trained.step()
     assert [state["step"].item() for state in trained.state.values()] == [3.0] * 4
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of registers"):
+        patch.setattr(step_plan.Target, "write", fails)  # where a master has been stepped
+        trained.param_groups[0]["fused"] = False
+        trained.step()
+    with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+        trained.step()
 
 
 def test_gradients_are_not_kept_alive(trained):
