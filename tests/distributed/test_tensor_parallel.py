@@ -193,17 +193,15 @@ def write_one_part(rank: int) -> None:
     if rank == 3:
         master = local(optimizer.state[model.up.weight]["master_param"])
         assert torch.equal(master, local(values["up.weight"]))
-<<<<<<< HEAD
-        local(values["up.weight"]).mul_(4)
-    model.load_state_dict(values)
-    loss_of(model)  # gathers what has been written
-    model.reshard()
-=======
     part = local(model.up.weight)
     part.copy_(-local(values["up.weight"]) if rank == 3 else part.detach())  # its own bytes
     optimizer.step()
     assert not part._shared.unsettled  # or other ranks would wait
->>>>>>> w/optim
+    if rank == 3:
+        local(values["up.weight"]).mul_(4)
+    model.load_state_dict(values)
+    loss_of(model)  # gathers what has been written
+    model.reshard()
     check_shards(model)
 
 
