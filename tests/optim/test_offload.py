@@ -126,7 +126,9 @@ def test_layouts_and_dtypes(device: str, link: LateLink) -> None:
         params = [Parameter(conv), Parameter(random((9, 3), 3, device).double())]
         params.append(Parameter(random((0, 3), 4, device)))
         optimizers.append(FusedAdam(params, **OPTIONS, offload_states=offloads))
-        take_steps(optimizers[-1], range(4))
+        for seeds in (range(3), range(3, 5)):  # in other chunks
+            take_steps(optimizers[-1], seeds)
+            optimizers[-1].param_groups[0]["params"].reverse()
     assert_same_training(*optimizers)
     state = optimizers[0].state[all_params(optimizers[0])[0]]
     assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last)
@@ -181,6 +183,7 @@ def test_states_leave_the_buffer_though_their_new_block_finds_no_memory(device: 
         link._limit = link.pinned_bytes
         with pytest.raises(MemoryError):
             take_steps(optimizer, [2])
+        assert link.pinned_bytes == 0  # the old block went first
         for state in optimizer.state.values():
             for value in state.values():
                 assert value.untyped_storage().nbytes() == value.nbytes or not value.dim()
