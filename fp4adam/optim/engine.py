@@ -103,6 +103,7 @@ class Engine:
         ]
         if members == self._divided:
             return
+        self.settle()  # parts may still have to take back counts, or to copy states
         self.targets.keep_only(self.params)
         self._divided, self.parts = members, {}
         group_of = {param: group for group, params in self.groups for param in params}

@@ -240,7 +240,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _check(self) -> tuple[set[Tensor], set[Tensor]]:
         # What else is in the states is the inner optimizer's affair.
-        states = self.state.items()
+        states = ((param, self.state.get(param, {})) for param in self._params())
         masters = {param: {MASTER: state[MASTER]} for param, state in states if MASTER in state}
         return self._engine(masters).check()
 

@@ -41,9 +41,8 @@ class OffloadedEngine(Engine):
         self._links: dict[torch.device, Link] = {}
 
     def settle(self) -> None:
-        for link in self._links.values():
-            link.wait()
-        for part in self._chunks:
+        for part, chunk in self._chunks.items():
+            chunk.link.wait()
             part.settle()
 
     def placed(self, param: Tensor, state: State) -> State:

@@ -83,7 +83,7 @@ class StepCounter:
         for i, (member, step) in enumerate(zip(self._members, self._steps.tolist(), strict=True)):
             own = id(member.group)
             if not present[i]:
-                self._absent[own] = max(self._absent.get(own, 0.0), step)
+                self._absent[own] = max(self._absent.get(own, step), step)
                 continue
             new = StepGroup(member.group, step, len(groups))
             self.rows[i] = groups.setdefault((own, step), new).row
@@ -94,7 +94,7 @@ class StepCounter:
         latest = dict(self._absent)
         for group in self.groups:
             key = id(group.group)
-            latest[key] = max(latest.get(key, 0.0), group.step)
+            latest[key] = max(latest.get(key, group.step), group.step)
         return latest
 
     def advance(self, found_inf: Tensor | None) -> None:

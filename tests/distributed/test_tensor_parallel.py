@@ -25,6 +25,7 @@ from fp4adam import FP4Adam, NVFP4Quantizer, Recipe, check_shards, quantize_mode
 from fp4adam.distributed import tensor_parallel
 from fp4adam.distributed.dtensor import like, local, part_for
 from fp4adam.distributed.torch_patches import wrap_shard_tensor
+from fp4adam.optim.offload import _state_bytes
 from helpers import value_of
 from ranks import home, run, run_cases
 from twins import OPTIONS, RECIPES, Twin, fixed_grads, set_grads, take_step
@@ -237,6 +238,8 @@ def misuse(rank: int) -> None:
     with pytest.raises(ValueError, match="must be whole"):  # one dimension is cut once
         grid = init_device_mesh(home().type, (1, 2))
         distribute_tensor(build("nvfp4", 64).up.weight, grid, [Shard(1), Shard(0)])
+    plain = distribute_tensor(torch.ones(4, 4), grid, [Shard(1), Shard(0)])
+    assert _state_bytes(plain) == 12 * local(plain).numel()
     dist.barrier()
 
 

@@ -113,24 +113,19 @@ def test_a_group_may_be_of_several_kinds(device, monkeypatch):
     """Members that no launch can step together, because of options of theirs or their blocks."""
     monkeypatch.setattr(backend, "uses_kernels", lambda d: True)
     model = make_model(device, scale_groups=())
-    model.v_proj = nn.Linear(COLS, 16, device=device)
+    model.v_proj = nn.Linear(COLS, 16, bias=False, device=device)
     quantize_model(model.v_proj, NVFP4Quantizer(two_dimensional=False))
-    groups = [
-        dict(params=[model.q_proj.weight], amsgrad=True),
-        dict(params=[model.k_proj.weight], lr=0.0),
-        dict(params=[model.v_proj.weight]),
-    ]
-    members = [group["params"][0] for group in groups]
-    optimizer = FP4Adam(groups, scale_groups=[members])
-    set_grads(model.parameters(), 0)
+    params, own = [*model.parameters()], [dict(amsgrad=True), dict(lr=0.0), {}, {}]
+    groups = [dict(params=[param], **options) for param, options in zip(params, own, strict=True)]
+    optimizer = FP4Adam(groups, scale_groups=[params[:2], params[2:]])
+    set_grads(params, 0)
     optimizer.step()
-    values = [optimizer.state[param]["master_param"] for param in members]
-    for param in members:
-        fused = param.quantizer.quantize(
-            torch.cat([optimizer.state[param]["master_param"], *values])
-        )
-        assert torch.equal(param.amax_rowwise, fused.amax_rowwise)
-        assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
+    for members in (params[:2], params[2:]):
+        values = [optimizer.state[param]["master_param"] for param in members]
+        for param, value in zip(members, values, strict=True):
+            fused = param.quantizer.quantize(torch.cat([value, *values]))
+            assert torch.equal(param.amax_rowwise, fused.amax_rowwise)
+            assert torch.equal(param.rowwise_data, fused.rowwise_data[: len(param)])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8block"])

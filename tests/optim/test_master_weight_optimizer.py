@@ -152,6 +152,9 @@ def test_hooks_may_replace_what_is_loaded() -> None:
     assert (optimizer.inner.state["first"], optimizer.inner.state["second"]) == (1, 2)
     # The weights are still those of the second step, so their masters restart.
     assert_identical(state[1]["master_param"], value_of(params[1]))
+    kept = copy.deepcopy(saved)
+    take_steps(optimizer, [2])
+    assert_identical(saved, kept)  # nothing is shared
 
 
 def test_masters_changed_by_other_code_are_written_back(device: str) -> None:
@@ -191,15 +194,15 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
 
 
 def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
-    params = [Parameter(torch.ones(3, device=device, dtype=torch.bfloat16)) for _ in range(2)]
+    params = [Parameter(torch.ones(3, device=device, dtype=torch.bfloat16)) for _ in range(3)]
     optimizer = MasterWeightOptimizer(params, SGD, lr=0.0)
-    optimizer.step(lambda: set_grads(params[:1], 0))
-    params[0].grad = None
-    set_grads(params[1:], 0)
+    optimizer.step(lambda: set_grads(params[:2], 0))
+    optimizer.zero_grad()
+    set_grads(params[2:], 0)
     optimizer.step()
     for param in params:
         param.detach().add_(2**-7)  # the next number, to which a loaded master would belong
-    with pytest.warns(UserWarning, match="masters of 2 weights restart"):
+    with pytest.warns(UserWarning, match="masters of 3 weights restart"):
         take_steps(optimizer, [1])
 
 

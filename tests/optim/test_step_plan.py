@@ -11,7 +11,7 @@ from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, FusedAdam
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group, step_plan
 from fp4adam.optim.adam import adam_scalars
-from fp4adam.optim.update_bound import ratio_after
+from fp4adam.optim.update_bound import next_ratio, ratio_after
 from fp4adam.tensors.fingerprint import Column, Fingerprint
 from helpers import RECIPES, assert_identical, assert_same_training, launched_by, make_weight, randn
 
@@ -58,7 +58,7 @@ def trained(device):
 # What stays
 
 
-def test_plan_stays_while_only_gradients_and_scalars_change(trained):
+def test_plan_stays_while_only_gradients_and_scalars_change(trained, device):
     plan, params = trained._whole.plan, trained.param_groups[0]["params"]
     for seed in range(2, 6):
         trained.zero_grad(set_to_none=bool(seed % 2))
@@ -84,9 +84,13 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained):
     assert trained._whole.plan is plan
     bound = ratio_after(10, adam_scalars(trained.param_groups[0], 1))  # of the one most stepped
     assert plan.counter._ratio == pytest.approx(bound)
-    even = adam_scalars({**trained.param_groups[0], "betas": (0.5, 0.25)}, 1)
-    assert ratio_after(3, even) == pytest.approx(1.0)  # 1/3 for each step
+    assert plan.counter.numbers()[10] == 1 - trained.param_groups[0]["lr"] * 0.1  # of weights
     assert_goes_on_as_operators(trained)
+    before = ratio_after(11, adam_scalars(trained.param_groups[0], 1))
+    trained.add_param_group({"params": make_params(device)[3:], "betas": (0.9, 0.9999)})
+    helpers.take_steps(trained, [0])
+    bound = next_ratio(before, adam_scalars(trained.param_groups[1], 1))  # of any group
+    assert trained._whole.plan.counter._ratio == pytest.approx(bound)
 
 
 def fails(*_):

@@ -129,7 +129,7 @@ CASES = {
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
     "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, RAGGED, 2),
-    "nvfp4 shared": Case("nvfp4_2d", "32bit", None, ADAMW, ((32, 64), (16, 64)), 2),
+    "nvfp4 shared": Case("nvfp4_2d", "8bit", None, ADAMW, ((32, 64), (16, 64)), 2),
     "float8 8bit": Case("float8_fp32", "8bit", None, UNCORRECTED, sharing=2),
     "float8 delayed": Case("float8_delayed", "32bit", None, UNCORRECTED, RAGGED),
     "float8block": Case("fp8block_2d_pow2", "32bit", FP32, AMSGRAD, RAGGED),
