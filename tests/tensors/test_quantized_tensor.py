@@ -124,13 +124,13 @@ def test_copies_are_independent_and_complete(quantizer, copies, device):
 
 
 def test_gradients_are_deep_copied_and_files_are_loaded_elsewhere():
-    param = new_param()
+    param = param_with_init_val()
     param.grad = torch.ones(SHAPE)
+    assert through_a_file(param, map_location="meta").device.type == "meta"
+    assert torch.equal(through_a_file(param).get_high_precision_init_val(), randn())
+    param.itself = param
     twin = copy.deepcopy(param)
     assert torch.equal(twin.grad, param.grad) and twin.grad is not param.grad
-    assert through_a_file(param, map_location="meta").device.type == "meta"
-    param = param.itself = param_with_init_val()
-    twin = copy.deepcopy(param)
     twin.clear_high_precision_init_val()
     assert twin.itself is twin and torch.equal(param.get_high_precision_init_val(), randn())
     with pytest.raises(RuntimeError, match="only leaf tensors.*detach"):
