@@ -299,8 +299,8 @@ def losses() -> list[str]:
         "Nats per byte on torch's own source code, 50 M tokens, the same data in the same order; "
         "weights have FP32 masters and moments but in the rows that say so; "
         '`states="8bit"`, seed 1 is of before the unit of int8 masters became 1/239 of a gap '
-        "between codes (1/238). The gap is to the mean of the two seeds of BF16. Seven of these runs "
-        "repeat one of another day, and end 0.0003 to 0.0034 nats from it.",
+        "between codes (1/238). The gap is to the mean of the two seeds of BF16. Seven of these "
+        "runs repeat one of another day, and end 0.0003 to 0.0034 nats from it.",
         "",
         "![Held-out losses of a GPT with each format, and their gaps to "
         "BF16](benchmarks/h200/numerics.png)",

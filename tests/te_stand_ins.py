@@ -41,7 +41,7 @@ QUANTIZERS = {
     "float8block": Float8BlockQuantizer(),
     "float8block-1d": Float8BlockQuantizer(two_dimensional=False, force_pow_2_scales=False),
     "float8": Float8Quantizer(),
-    "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True),
+    "float8-rowwise": Float8Quantizer(columnwise=False, force_pow_2_scales=True, amax_epsilon=4),
 }
 
 

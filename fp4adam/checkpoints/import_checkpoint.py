@@ -1,6 +1,7 @@
 """Import of quantized checkpoints, to continue training from."""
 
 from collections import defaultdict
+from itertools import filterfalse
 from pathlib import Path
 
 import torch
@@ -141,10 +142,9 @@ class _Import:
         new, copies, transposed = [], [], set()
         # Of a tied tensor once.
         targets = {self.state[n]: n for n in (*self.files.quantized, *self.files.plain)}
-        for old, name in targets.items():
-            if is_dtensor(old):
-                continue
-            value, place = self._value(name), self.places[id(old)]
+        for old in filterfalse(is_dtensor, targets):
+            name, place = targets[old], self.places[id(old)]
+            value = self._value(name)
             if isinstance(old, nn.Parameter):
                 value = nn.Parameter(value, old.requires_grad)
             if isinstance(value, QuantizedTensor):
@@ -168,9 +168,8 @@ class _Import:
         with torch.no_grad():
             for old, value in copies:
                 old.copy_(value)
-            for old, name in targets.items():  # what is sharded, one tensor after the other
-                if is_dtensor(old):
-                    old.copy_(like(old, part_for(old, self._value(name))))
+            for old in filter(is_dtensor, targets):  # what is sharded, one tensor after the other
+                old.copy_(like(old, part_for(old, self._value(targets[old]))))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a quantized weight; blocks of stacks lie along the inputs."""

@@ -90,7 +90,7 @@ class CastSpan:
             given = values, self.grids.get(usage, tensors.amax), tensors, self.dtype
             codes = encoding.write_scales(quantizer, usage, *given).reshape(-1)[start:stop]
             at = start - first_byte * per_byte
-            packed = target[at // per_byte : -(-(at + len(codes)) // per_byte)]
+            packed = target[at // per_byte :][: self.nbytes]
             if per_byte == 2:  # nibbles beside the span stay
                 nibbles = torch.stack((packed & 0x0F, packed >> 4), -1).flatten()
                 nibbles[at % 2 :][: len(codes)] = codes

@@ -293,8 +293,6 @@ def _gather(param: Tensor, device: torch.device, found: dict[str, tuple]) -> Ten
     pairs = torch.stack([torch.as_tensor(x, device=device).double() for x in flat]).view(-1, 2)
     for group, kind in sharding_groups(param):
         pairs = pairs.to(kind)
-        amax = pairs[-1].clone()
-        dist.all_reduce(pairs, group=group)
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        pairs[-1] = amax
+        dist.all_reduce(pairs[:-1], group=group)
+        dist.all_reduce(pairs[-1], dist.ReduceOp.MAX, group=group)
     return pairs.cpu()

@@ -89,13 +89,12 @@ class Fingerprint:
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._columns = list(columns)
-        self._known, placed, self._versioned, kept, laid_out = self._read()
+        self._known, placed, versioned, kept, laid_out = self._read()
         self._addresses = list(map(data_ptr, placed))
         self._have_known_layouts = are_laid_out_as(laid_out)
         self._alive = [StorageWeakRef(x.untyped_storage()) for x in kept]
         self._blocks = [storage.cdata for storage in self._alive]
-        self.versions: Versions = []
-        self.record()
+        self.versions: Versions = [*map(version, versioned)]
 
     def _read(self) -> tuple[list[Any], ...]:
         """What has to stay the same, in place, unwritten, both of the latter, or laid out alike."""
@@ -123,7 +122,7 @@ class Fingerprint:
             )
         except (KeyError, AttributeError, RuntimeError, TypeError):
             return False  # a tensor is gone, has changed its class, or has no address
-        self._versioned = versioned if unchanged else []
+        self._unrecorded = map(version, versioned if unchanged else ())
         return unchanged
 
     def invalidate(self) -> None:
@@ -132,8 +131,7 @@ class Fingerprint:
 
     def record(self) -> None:
         """Record the versions of the tensors that were read last, and let go of them."""
-        self.versions[:] = map(version, self._versioned)
-        self._versioned = []
+        self.versions[:] = self._unrecorded  # an iterator, which drops its list at the end
 
     def spans(self) -> list[list[range]]:
         """Per column and object, the indices of its versions; empty for other columns."""

@@ -308,9 +308,9 @@ def test_import_keeps_what_belongs_to_a_weight(tmp_path):
 def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
     model = build(None, seed=1)
-    for module, *places in ((model, "meta", "cpu"), (model.up, "cpu", "meta")):
+    for module, *places in ((model, "meta", "cpu"), (model.up, "cpu", "meta"), (model.down, 0, 0)):
         for name, place in zip(("mask", "phase"), places, strict=True):
-            module.register_buffer(name, torch.empty(3, device=place), persistent=False)
+            module.register_buffer(name, torch.ones(3, device=place or "cpu"), persistent=False)
     before = bytes_of(model)
     with pytest.raises(ValueError, match="buffer '(mask|phase)' must be in memory"):
         import_checkpoint(model, tmp_path)
@@ -318,7 +318,7 @@ def test_buffers_that_the_model_cannot_fill_are_refused(tmp_path):
     # As models of transformers do, parameters as well.
     model._init_weights = lambda m: (m.mask.copy_(m.phase.fill_(2)), model.up.bias.data.zero_())
     assert import_checkpoint(model, tmp_path).mask.sum() == model.up.mask.sum() == 6
-    assert model.up.bias.all()
+    assert model.up.bias.all() and model.down.mask.sum() == 3  # which had been filled
 
 
 # State dict hooks

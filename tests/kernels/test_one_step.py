@@ -99,13 +99,13 @@ def cases():
 
 
 def large_then_small(shapes):
-    """Gradients of three steps, of which the second ones are large, with a NaN."""
+    """Gradients of three steps, of which the second ones are large, with blocks of NaN."""
     generator = torch.Generator().manual_seed(1)
     for scale in (1, 10, 1):
         grads = [torch.randn(shape, generator=generator) * scale for shape in shapes]
         if scale == 10:
             for grad in grads:
-                grad[min(3, len(grad) - 1), 1] = torch.nan
+                grad[min(3, len(grad) - 1), 1:64] = torch.nan
         yield 1e-2, grads
 
 

@@ -26,7 +26,7 @@ from fp4adam import (
 from fp4adam.nn import report
 from fp4adam.optim.te_layout import stored_state
 from helpers import randn
-from ranks import all_ranks, home, run_ranks
+from ranks import home, run_ranks
 
 # A Conv1D and a stack of nobody knows what are most of the model.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the elements of matrices:UserWarning")
@@ -276,16 +276,16 @@ def test_masters_of_other_optimizers_and_nan():
     assert monitor.measure()["nonfinite_share/all"] == 0.5
 
 
-def measure_sharded(rank: int, name: str, width: int, n_layers: int, ranks: int) -> dict:
-    model = quantize_model(make_pair(width)[:n_layers], name)
-    if ranks > 1:
-        mesh = all_ranks()
+def measure_sharded(rank: int, name: str, width: int, n_layers: int, sizes: tuple) -> dict:
+    model = make_pair(width)[:n_layers]
+    model[0].weight.data[0] *= 2  # so that ranks have other amaxes
+    quantize_model(model, name)
+    if sizes:
+        mesh = init_device_mesh(home().type, sizes, mesh_dim_names=("dp", "tp"))
         if n_layers == 1:
-            both = init_device_mesh(home().type, (2, 2), mesh_dim_names=("dp", "tp"))
-            parallelize_module(model, both["tp"], {"0": ColwiseParallel()})
-            mesh = both["dp"]
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
         for layer in (*model, model):
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh["dp"])
     monitor = QuantizationMonitor(model)
     if n_layers == 2:
         monitor.optimizer = FP4Adam(model.parameters(), lr=1e-2)
@@ -297,11 +297,11 @@ def measure_sharded(rank: int, name: str, width: int, n_layers: int, ranks: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "width", "n_layers", "ranks"),
+    ("name", "width", "n_layers", "sizes"),
     # Shards of 20 rows cut blocks; the mean of 4 equal gradients is exact. One amax is no sum.
-    [("nvfp4", 80, 2, 4), ("float8block", 80, 2, 4), ("mxfp8", 128, 1, 4)],
+    [("nvfp4", 80, 2, (4, 1)), ("float8block", 80, 2, (4, 1)), ("mxfp8", 128, 1, (2, 2))],
 )
-def test_ranks_have_the_numbers_of_one_process(name, width, n_layers, ranks):
-    (alone,) = run_ranks(measure_sharded, 1, name, width, n_layers, 1)
-    for found in run_ranks(measure_sharded, ranks, name, width, n_layers, ranks):
+def test_ranks_have_the_numbers_of_one_process(name, width, n_layers, sizes):
+    (alone,) = run_ranks(measure_sharded, 1, name, width, n_layers, ())
+    for found in run_ranks(measure_sharded, 4, name, width, n_layers, sizes):
         assert found == pytest.approx(alone, rel=1e-9)

@@ -339,11 +339,10 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "NVFP4 or Float8 weights", "'head.weight', a plain tensor", "leave it out")),
     "group: a member twice": (new(scale_groups=[["up.weight", "up.weight"]]), V, ("one scale group",
         "'up.weight' twice", "join")),
-    "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str", "[[name, ")),
-    "group: a rule without names": (
-        call(lambda s: FP4Adam(s.model.parameters(), scale_groups=hf_scale_groups)), V,
-        ("must have names", "got a rule", "model.named_parameters()"),
-    ),
+    "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str;", "[[name, ")),
+    "group: names": (new(scale_groups=[["up.weight"], "x"]), T, ("got str in the list; pass",)),
+    "group: a rule without names": (call(lambda s: FP4Adam(s.model.parameters(),
+        scale_groups=hf_scale_groups)), V, ("have names", "got a rule", "named_parameters()")),
     # The step
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),

@@ -124,13 +124,13 @@ def test_copies_are_independent_and_complete(quantizer, copies, device):
 
 
 def test_gradients_are_deep_copied_and_files_are_loaded_elsewhere():
-    param = new_param()
+    param = param_with_init_val()
     param.grad = torch.ones(SHAPE)
+    assert through_a_file(param, map_location="meta").device.type == "meta"
+    assert torch.equal(through_a_file(param).get_high_precision_init_val(), randn())
+    param.itself = param
     twin = copy.deepcopy(param)
     assert torch.equal(twin.grad, param.grad) and twin.grad is not param.grad
-    assert through_a_file(param, map_location="meta").device.type == "meta"
-    param = param.itself = param_with_init_val()
-    twin = copy.deepcopy(param)
     twin.clear_high_precision_init_val()
     assert twin.itself is twin and torch.equal(param.get_high_precision_init_val(), randn())
     with pytest.raises(RuntimeError, match="only leaf tensors.*detach"):
@@ -161,9 +161,9 @@ def test_copies_keep_the_codes_of_the_directions_that_both_have(quantizer, swizz
 def test_checkpoints_hold_the_quantized_bytes_only():
     model = quantize_model(nn.Linear(256, 256, bias=False), "nvfp4")
     state_dict = model.state_dict()
-    file = io.BytesIO()
-    torch.save(state_dict, file)
+    torch.save(state_dict, file := io.BytesIO())
     assert file.tell() < 1.1 * model.weight.nbytes_stored
+    assert len(pickle.dumps(state_dict["weight"][:16])) < model.weight.nbytes_stored / 8
     assert through_a_file(state_dict)["weight"]._high_precision_init_val is None
     # Nor does a state_dict in memory keep the value alive once the optimizer has taken it.
     model.weight.clear_high_precision_init_val()
