@@ -251,7 +251,7 @@ class MXFP8Encoding(Encoding):
 
     def _derive(self, out: QuantizedTensor) -> None:
         # Blocks of columns, of the same values.
-        columns = MXFP8Quantizer().quantize(out._read(torch.float32))
+        columns = MXFP8Quantizer(rowwise=False).quantize(out._read(torch.float32))
         out._columnwise_data.copy_(columns._columnwise_data)
         out._columnwise_scale_inv.copy_(columns._columnwise_scale_inv)
 
