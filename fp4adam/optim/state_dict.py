@@ -114,8 +114,10 @@ def _stale(engine: Engine, params: list[Tensor]) -> tuple[dict[Tensor, State], s
 def current_master(engine: Engine, param: Tensor) -> Tensor | None:
     """The ``master_param`` that ``state_dict()`` has of a parameter; None if there is none."""
     own, stale = _stale(engine, [param])
+    if param not in own:
+        return None  # of another optimizer, or before the first step
     with torch._C.DisableTorchFunctionSubclass():
-        state = {name: x for name, x in own.get(param, {}).items() if name in ENTRIES}
+        state = {name: x for name, x in own[param].items() if name in ENTRIES}
         return saved_state(engine.targets[param], state, bool(stale), False).get(MASTER)
 
 
