@@ -139,17 +139,9 @@ def test_shared_and_checkpointed_layers_are_released_once() -> None:
 
 def test_copies_do_not_release() -> None:
     (model, optimizer), _ = pair()
-    mlp_loss(model).backward()
     copied, one = copy.deepcopy((model, optimizer))
-    assert one._release is None
-    optimizer.step()
-    for module in (copied, model):
-        mlp_loss(module, 1).backward()
-    assert has_no_gradients(optimizer) and not has_no_gradients(one)
-    for each in (one, optimizer):
-        each.step()
-        each.zero_grad()
-    assert_same_training(optimizer, one)
+    mlp_loss(copied).backward()
+    assert one._release is None and not has_no_gradients(one)
 
 
 # What is refused

@@ -219,13 +219,6 @@ def removing(file: str) -> Misuse:
     return damaged(lambda folder: (folder / file).unlink())
 
 
-def twice(scene: Scene) -> Callable[[], object]:
-    with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's
-        optimizer = FP4Adam([scene.late, scene.late])
-    scene.late.grad = torch.ones(64, 64)
-    return optimizer.step
-
-
 def overlapping(scene: Scene) -> Callable[[], object]:
     whole = NVFP4Quantizer().quantize(torch.ones(64, 64))
     params = [nn.Parameter(whole), nn.Parameter(whole.detach()[32:])]
@@ -358,7 +351,6 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "gradient: a list": (with_grad(lambda g: [1.0]), T, ("plain tensors for", "a list", "assign")),
     "step: in inference mode": (in_inference_mode, R, ("must not be called in inference mode",
         "got torch.inference_mode()", "call it outside")),
-    "step: a parameter twice": (twice, V, ("once", "(64, 64), twice", "remove one")),
     "step: a slice twice": (overlapping, V, ("once", "(32, 64), twice", "remove one")),
     "step: a slice in a group": (slice_in_a_group, N, ("whole quantized tensors", "(32, 64)")),
     "initialize: integers": (call(lambda s: FusedAdam([p := torch.ones(4).int()]).initialize_state(
