@@ -92,6 +92,7 @@ def test_microbatches_are_accumulated() -> None:
         for one in (optimizer, plain):
             one.step()
             one.zero_grad()
+            one.param_groups = [{**group, "lr": 1e-3} for group in one.param_groups]
     assert_same_training(optimizer, plain)
     assert hooks == [[*param._post_accumulate_grad_hooks] for param in all_params(optimizer)]
 
