@@ -30,7 +30,7 @@ class Scalars(NamedTuple):
 def updates_params(group: Mapping[str, Any]) -> bool:
     """Whether steps of a parameter group change the parameters, and not just the moments."""
     # The smallest float32 above zero; other optimizers may have no learning rate.
-    return abs(float(group.get("lr", 1.0))) > 2.0**-149
+    return abs(float(group.get("lr", math.inf))) > 2.0**-149
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,15 +27,15 @@ CAPTURE_AROUND = (
 
 def check_options(options: Options, group: Mapping[str, Any], as_te: bool = False) -> None:
     codec = options.codecs(torch.float32)["exp_avg_sq"]
-    decay = group.get("decoupled_weight_decay", True)
     master = options.master_weight_dtype if options.master_weights else None
-    if codec is FACTORED and (as_te or not decay or master not in (None, torch.int8)):
+    decouples = codec is not FACTORED or group["decoupled_weight_decay"]
+    if codec is FACTORED and (as_te or not decouples or master not in (None, torch.int8)):
         raise NotImplementedError(
             "factored second moments must come with decoupled_weight_decay, int8 masters or none, "
-            f"and without Transformer Engine's layout, got {decay}, {master} and {options.name} "
-            f"with as_te={as_te}; pass states='factored' to FP4Adam, without adam_w_mode"
+            f"and without Transformer Engine's layout, got {decouples}, {master} and {options.name}"
+            f" with as_te={as_te}; pass states='factored' to FP4Adam, without adam_w_mode"
         )
-    if group.get("amsgrad", False) and not codec.exact:
+    if not codec.exact and group["amsgrad"]:
         raise NotImplementedError(
             f"exp_avg_sq_dtype must be float32 with amsgrad, got {options.exp_avg_sq_dtype}: the "
             "maximum of many rounded numbers is biased upwards; leave amsgrad False"

@@ -101,11 +101,11 @@ class Engine:
         members = [
             (id(g), id(p), id(scales_of(p)), local(p).device) for g, ps in self.groups for p in ps
         ]
-        if members == self._divided:
+        if [join, *members] == self._divided:
             return
-        self.settle()  # parts may still have to take back counts, or to copy states
+        self.drop_plan()  # what was stepped may still have to take back counts, or to copy states
         self.targets.keep_only(self.params)
-        self._divided, self.parts = members, {}
+        self._divided, self.parts = [join, *members], {}
         group_of = {param: group for group, params in self.groups for param in params}
         for params in join(together(self.params, scales_of)):
             own: dict[int, Group] = {}

@@ -40,11 +40,11 @@ class FactorRenewal:
 
                 given = group.tensors, own, self._rows, cols, self._sums.levels
                 self._launches.append(renewal(group.key, *given))
-        one = torch.ones(1, dtype=torch.float32, device=self._device)
-        with torch.cuda.device_of(one):  # before a step that could not end
-            for launch in chain.from_iterable(self._launches) if one.is_cuda else ():
-                launch.compile(one, one, one, one)
-            if one.is_cuda and self._launches:
+        if self._device.type == "cuda" and self._launches:
+            one = torch.ones(1, dtype=torch.float32, device=self._device)
+            with torch.cuda.device(self._device):  # before a step that could not end
+                for launch in chain.from_iterable(self._launches):
+                    launch.compile(one, one, one, one)
                 self._sums.launch.compile(one, one)
 
     def run(self, signals: Mapping[torch.device, tuple], given: Mapping[Target, Given]) -> None:

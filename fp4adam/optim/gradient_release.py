@@ -34,7 +34,6 @@ class GradientRelease:
                 "param.grad only, and these step parameters one by one; leave the former out, or "
                 "capture backward() and step() in one graph instead"
             )
-        engine.forget()
         # Neither this nor the hooks keep the optimizer alive: without it, nothing is released.
         self._optimizer = weakref.ref(optimizer)
         self._accumulates = False
@@ -78,10 +77,9 @@ class GradientRelease:
                 self._check_param(param)
             for old in self._hooks:
                 old.remove()
-            self._hooks = []
+            hook = functools.partial(_release, weakref.ref(self))
+            self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in trained]
             for param in trained:
-                hook = functools.partial(_release, weakref.ref(self))
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
                 # swap_tensors, which Module.to() may use, exchanges what autograd looks into.
                 param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
             self._implementations = implementations

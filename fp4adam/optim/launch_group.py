@@ -22,6 +22,7 @@ class LaunchGroup:
 
     tensors: tuple  # of a StepLaunch; set once the tables exist
     launch: Any
+    _have_known_layouts: Callable[..., bool]  # whether gradients do, as those before
 
     def __init__(self, key: LaunchKey, members: list[Target], read_grad: ReadGrad) -> None:
         self.key = key
@@ -42,7 +43,6 @@ class LaunchGroup:
         self._read_grad = read_grad
         self._owners = [m.owner for m in members]
         self._values = [m.stepped for m in members]
-        self._have_known_layouts: Callable[..., bool] = lambda *grads: False
 
     def takes_grads(self) -> bool:
         """Whether the launch can read the current gradients; records their addresses."""

@@ -168,9 +168,9 @@ def loaded(
     state_dict = with_steps(state_dict, dict.fromkeys(own_masters, names))
     for i, (owner, key) in enumerate(saved_keys(groups, state_dict)):
         _check_state(i, owner, state_dict["state"][key])
-    new_groups = deepcopy([_options(group) for group in state_dict["param_groups"]])
+    new_groups = [defaults | new for new in deepcopy([*map(_options, state_dict["param_groups"])])]
     for group, new in zip(groups, new_groups, strict=True):
-        check_numbers({**defaults, **new})
+        check_numbers(new)
         checks.check_options(options, new)
         new["params"] = group["params"]
         if "param_names" in group:

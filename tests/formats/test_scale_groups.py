@@ -96,7 +96,7 @@ def test_members_take_the_launches_of_one_and_are_written_again_together(device,
 
 
 def test_groups_of_parameters_that_are_added_later(device):
-    model = make_model(device, scale_groups=())
+    model = make_model(device)
     FP4Adam(model.parameters(), scale_groups=())
     assert all(param.scale_group is None for param in model.parameters())
     named = dict(model.named_parameters())

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer
-from fp4adam.distributed.dtensor import like
-from fp4adam.optim.state_dict import check_compact
+from fp4adam.distributed.dtensor import like, local
 from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
@@ -312,16 +312,6 @@ def test_an_fp32_model_takes_the_masters_of_a_checkpoint(dtype: torch.dtype) -> 
         resumed.load_state_dict(optimizer.state_dict())
 
 
-def test_reset_forgets_a_loaded_master_of_a_remainder() -> None:
-    param = Parameter(random((8, 8), 0).bfloat16())
-    exact, split = (FP4Adam([param], lr=1e-2, store_param_remainders=n) for n in (False, True))
-    take_steps(exact, [0, 1])
-    split.load_state_dict(exact.state_dict())
-    split.reset_master_weights()
-    value = param.detach().float()
-    assert torch.equal(split.state_dict()["state"][0].get("master_param", value), value)
-
-
 # Around the state
 
 
@@ -363,8 +353,25 @@ def test_states_are_whole_or_those_of_shards() -> None:
         with pytest.raises(NotImplementedError, match="must be replicated, or sharded by fully_s"):
             take_steps(optimizer, [0])
         assert not optimizer.state
+        norm = torch.cat([param.grad.flatten() for param in all_params(optimizer)]).norm()
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), norm, rtol=0.01, atol=0)
+        optimizer.state[sharded] = {"master_param": torch.zeros(64, 32, dtype=torch.int8)}
         with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
-            check_compact({sharded: {"master_param": torch.zeros(64, 32, dtype=torch.int8)}})
+            optimizer.compact_state_dict()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_writes_to_shards_are_settled_by_a_first_step_and_by_a_reset() -> None:
+    """Of a rank whose neighbour has nothing to say."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = fully_shard(make_mlp(NVFP4, "cpu"), mesh=init_device_mesh("cpu", (2,)))
+        optimizer, value = FP4Adam(model.parameters(), lr=0.0), random((32, 32), 1)
+        for settle in (optimizer.step, optimizer.reset_master_weights):
+            local(model[0].weight).copy_(value)
+            settle()
+            assert not torch.equal(local(model[0].weight).dequantize(), value)  # is quantized
     finally:
         dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils import swap_tensors
 from torch.utils.checkpoint import checkpoint
 
 from fp4adam import FP4Adam, FusedAdam, Quantizer, hf_scale_groups, quantize_model
@@ -91,19 +92,9 @@ def test_microbatches_are_accumulated() -> None:
         for one in (optimizer, plain):
             one.step()
             one.zero_grad()
+            one.param_groups = [{**group, "lr": 1e-3} for group in one.param_groups]
     assert_same_training(optimizer, plain)
     assert hooks == [[*param._post_accumulate_grad_hooks] for param in all_params(optimizer)]
-
-
-def test_two_backward_passes_need_a_step_between() -> None:
-    (model, optimizer), (other, plain) = pair()
-    mlp_loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"once per step\(\), got one of shape \(32, 64\) twice"):
-        mlp_loss(model, 1).backward()
-    optimizer.zero_grad()
-    mlp_loss(other).backward()
-    plain.step()
-    assert_same_training(optimizer, plain)
 
 
 @pytest.mark.parametrize("way", ["to none", "to zero", "of the model"])
@@ -142,23 +133,16 @@ def test_shared_and_checkpointed_layers_are_released_once() -> None:
     model, _ = pair()[0]
     x = random((4, 32), 0).bfloat16().requires_grad_()
     y = checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use non-reentrant checkpoints"):
+    words = r"once per step\(\), got one of shape \(\d+.*\) twice; .*use non-reentrant checkpoints"
+    with pytest.raises(RuntimeError, match=words):
         y.square().mean().backward()
 
 
 def test_copies_do_not_release() -> None:
     (model, optimizer), _ = pair()
-    mlp_loss(model).backward()
     copied, one = copy.deepcopy((model, optimizer))
-    assert one._release is None
-    optimizer.step()
-    for module in (copied, model):
-        mlp_loss(module, 1).backward()
-    assert has_no_gradients(optimizer) and not has_no_gradients(one)
-    for each in (one, optimizer):
-        each.step()
-        each.zero_grad()
-    assert_same_training(optimizer, one)
+    mlp_loss(copied).backward()
+    assert one._release is None and not has_no_gradients(one)
 
 
 # What is refused
@@ -184,13 +168,15 @@ def test_what_cannot_be_released_is_refused() -> None:
     # Those of any group come before the first update.
     with optimizer._release.accumulate():
         mlp_loss(model).backward()
-    optimizer.add_param_group({"params": [("late", Parameter(torch.ones(3)))]})
-    all_params(optimizer)[-1].grad = torch.ones(3)
+    optimizer.add_param_group({"params": [("late", late := Parameter(torch.ones(3)))]})
+    late.grad = torch.ones(3)
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 1e-3, math.nan
     with pytest.raises(ValueError, match="Invalid learning rate: nan"):
         optimizer.step()
+    optimizer.param_groups[1]["lr"], late.grad = 1e-3, torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
     assert_identical([param.detach() for param in model.parameters()], before)
-    optimizer.param_groups[1]["lr"] = 1e-3
     optimizer.zero_grad()
     for signal in ("grad_scale", "found_inf"):  # of a GradScaler, before and after unscale_
         setattr(optimizer, signal, torch.ones(1))
@@ -216,7 +202,10 @@ def test_an_optimizer_that_is_gone_releases_nothing() -> None:
 
 def test_a_removed_release_keeps_no_parameters_alive() -> None:
     model, optimizer = pair(None)[0]
-    mlp_loss(model, 0).backward()
+    swap_tensors(bias := model[2].bias, Parameter(bias.detach().clone()))
+    optimizer.add_param_group({"params": [("late", late := Parameter(torch.ones(3)))]})
+    (mlp_loss(model, 0) + late.sum()).backward()
+    assert has_no_gradients(optimizer)
     handle = optimizer._release
     for _ in range(2):
         handle.remove()

@@ -195,7 +195,8 @@ def test_an_interrupted_step_leaves_masters_in_charge(device: str) -> None:
 
 def test_a_master_that_was_never_written_restarts_as_well(device: str) -> None:
     params = [Parameter(torch.ones(3, device=device, dtype=torch.bfloat16)) for _ in range(3)]
-    optimizer = MasterWeightOptimizer(params, SGD, lr=0.0)
+    optimizer = MasterWeightOptimizer(params, AdamW, lr=0.0)
+    set_grads(params[:2], 0)
     optimizer.step(lambda: set_grads(params[:2], 0))
     optimizer.zero_grad()
     set_grads(params[2:], 0)
@@ -223,6 +224,8 @@ def test_arguments_are_checked(device: str) -> None:
             MasterWeightOptimizer([param], bad, **options)
     with pytest.raises(RuntimeError, match="on the meta device; materialize"):
         MasterWeightOptimizer([meta], SGD)
+    with pytest.raises(ValueError, match="parameters must be real and dense"):
+        MasterWeightOptimizer([param, torch.ones(3, dtype=torch.complex64)], SGD)
     optimizer = MasterWeightOptimizer([param], SGD, lr=0.1)
     with pytest.raises(ValueError, match="params must be parameters of this optimizer, got number"):
         optimizer.reset_master_weights([meta])

@@ -180,6 +180,7 @@ def test_remainders_go_to_one_direction_and_to_any_optimizer(quantizer, model_fi
     assert_identical(snapshot(other)["state"], snapshot(small)["state"])
 
 
+@pytest.mark.filterwarnings("error:the masters of")
 def test_loaded_remainders_of_another_scale_are_dropped_aloud():
     """Codes and scales of blocks are the same; the last of what they complete is not."""
     value = random((64, 96), 0, scale=0.02)
@@ -191,6 +192,10 @@ def test_loaded_remainders_of_another_scale_are_dropped_aloud():
         with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
             other.load_state_dict(optimizer.compact_state_dict())
             take_steps(other, [2])
+            other.load_state_dict(optimizer.compact_state_dict())
+        other.reset_master_weights()
+        assert "weight_digest" not in other.state[params[1]]
+        take_steps(other, [2])
 
 
 # Weights in 8 bits without masters

@@ -848,6 +848,7 @@ def overflow_at_the_first_step(run: Run, oracle: Oracle) -> None:
     run.optimizer.found_inf = torch.ones((), device=run.device)
     run.step(run.grads(0, scale=torch.inf))
     del run.optimizer.found_inf
+    run.optimizer.add_param_group({"params": []})
     both(run, oracle, 1, 2)
 
 
