@@ -239,10 +239,10 @@ def test_a_shard_that_moves_takes_along_what_a_step_has_left(answers):
     left = moved._shared.left
     assert left.has_bytes_of(shard) if all(answers) else left is None
     assert moved.to(moved.device, copy=True)._shared.stepped_by == shard._shared.stepped_by
-    moved._shared.left, moved._shared.unsettled = None, False
     value, version = moved.dequantize(torch.float32), moved._amax._version
-    assert moved.copy_(moved.detach())._shared.unsettled
-    moved.copy_(value)  # the same bytes, which other ranks may have written anew
+    for same in (moved.detach(), value):  # the bytes that other ranks may have written anew
+        moved._shared.left, moved._shared.unsettled = None, False
+        assert moved.copy_(same)._shared.unsettled
     assert (moved._shared.left is not None) == all(answers) and moved._amax._version > version
     assert torch.equal(moved._high_precision_init_val, value)
     whole._shared.init_val = torch.empty(0, device="meta")  # the next one is to be kept
