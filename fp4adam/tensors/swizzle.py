@@ -6,7 +6,6 @@ row-major order. Byte (i, j) of a tile is at i % 32 * 16 + i // 32 * 4 + j. Padd
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,12 +31,8 @@ class ScalePair(NamedTuple):
 
 
 def build_gemm_scales(tensors: Sequence[QuantizedTensor]) -> None:
-    """Rewrite the swizzled scales of tensors that store them, in place; one launch per device."""
-    by_device: dict[torch.device, list[ScalePair]] = defaultdict(list)
-    for tensor in tensors:
-        by_device[tensor.device] += _stored(tensor)
-    for scales in by_device.values():
-        write_scales(scales)
+    """Rewrite the swizzled scales of tensors on one device that store them, in one launch."""
+    write_scales([each for tensor in tensors for each in _stored(tensor)])
 
 
 def gemm_scale_launches(tensors: Sequence[QuantizedTensor]) -> list[Launch]:

@@ -285,6 +285,9 @@ def test_names_are_those_without_wrappers(tmp_path):
 
 def test_import_keeps_what_belongs_to_a_weight(tmp_path):
     export_checkpoint(build("nvfp4"), tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        reader.read("up.bias").zero_()
+        assert reader.read("up.bias").any()  # that was a copy
     for recipe in (None, "nvfp4"):
         model, calls = build(recipe, seed=1), []
         model.up.weight.tensor_model_parallel = True

@@ -21,7 +21,8 @@ from fp4adam import (
     import_checkpoint,
     quantize_model,
 )
-from fp4adam.checkpoints.model_state import module_names
+from fp4adam.checkpoints.layouts import LAYOUTS
+from fp4adam.checkpoints.model_state import module_names, unquantized_modules
 from helpers import assert_identical
 from ranks import all_ranks, run_ranks
 
@@ -139,6 +140,12 @@ def test_masters_of_stacks(recipe, tmp_path, monkeypatch):
 def test_modules_that_checkpoints_name_otherwise():
     spans = {"moe.up": [("a.0.up.weight", (0, 4))], "layer.weight": [("b.weight", None)]}
     assert module_names(spans) == {"moe": "a", "layer": "b"}
+    model = nn.ModuleDict({name: make().experts for name in ("moe", "other")})
+    for experts in model.values():
+        experts.router = nn.Parameter(torch.ones(EXPERTS, DIM))
+    modules, layout = unquantized_modules(model, {"moe": "a"}), LAYOUTS["compressed-tensors"]
+    ignored = layout.describe(layout.encodings[0], *modules)["ignore"]
+    assert ignored == ["moe", "a", "other", *(rf"re:{x}\..*" for x in ("moe", "a", "other"))]
 
 
 def test_all_that_readers_misread_is_told(tmp_path):

@@ -153,6 +153,8 @@ def test_only_what_has_changed_is_sent(weights):
     sender, receiver = WeightSender(model, LAYOUTS[weights], device="cpu"), WeightReceiver()
     first = sender.export_changes()
     assert receiver.apply(first) == [name for name, _ in export_tensors(model, LAYOUTS[weights])]
+    elsewhere = WeightReceiver(device="meta")
+    assert all(elsewhere.tensors[name].is_meta for name in elsewhere.apply(first))
     assert first.is_full and all(change.positions is None for change in first.changes)
     assert first.nbytes == sum(t.nbytes for t in receiver.tensors.values())
     nothing = sender.export_changes()

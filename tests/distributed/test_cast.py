@@ -140,15 +140,14 @@ def test_union_of_shards_is_the_full_cast(format, path_device, data):
 @pytest.mark.slow
 def test_whole_tiles_and_cut_ones_of_many_weights_give_the_full_cast(path_device):
     weights, values, cuts = [], [], []
-    for i, (quantizer, shape) in enumerate(
-        [
-            (NVFP4Quantizer(optimize_for_gemm=True), (80, 144)),
-            (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
-            (Float8BlockQuantizer(), (280, 144)),
-            (NVFP4Quantizer(), (16, 16)),
-            *((NVFP4Quantizer(), (32, 160)) for _ in DTYPES),
-        ]
-    ):
+    kinds = [
+        (NVFP4Quantizer(optimize_for_gemm=True), (80, 144)),
+        (MXFP8Quantizer(optimize_for_gemm=True), (96, 160)),
+        (Float8BlockQuantizer(), (280, 144)),
+        (NVFP4Quantizer(), (16, 16)),
+        *((NVFP4Quantizer(), (32, 160)) for _ in DTYPES),
+    ]
+    for i, (quantizer, shape) in enumerate(kinds):
         n, is_aligned = shape[0] * shape[1], i < 4
         x = torch.randn(n + 1, generator=torch.Generator().manual_seed(i))
         x = x.to(path_device, torch.float32 if is_aligned else DTYPES[i - 4])

@@ -204,6 +204,10 @@ def write_one_part(rank: int) -> None:
     loss_of(model)  # gathers what has been written
     model.reshard()
     check_shards(model)
+    if rank % 2:  # as the other shard of its part, and not as the other part
+        local(model.up.weight)._amax.add_(8)
+    with pytest.raises(RuntimeError, match="parameter 'up.weight' must have the same scales"):
+        check_shards(model)
 
 
 def test_a_part_that_one_rank_has_written_counts_on_all():

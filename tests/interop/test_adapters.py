@@ -386,9 +386,10 @@ def test_a_transpose_that_is_invalid_is_left_to_transformer_engine():
 
 def test_buffers_of_a_quantizer_do_not_make_its_scaling_delayed():
     """With current scaling, Transformer Engine has had them up to 2.15, with any contents."""
-    options = dict(vars(Float8Quantizer()), scale=torch.tensor([7.0]), amax=torch.zeros(1))
-    param, optimizer = stepped(Float8Quantizer(), **made_by(**options))
-    assert_bytes_of_master(optimizer, param, Float8Quantizer())
+    quantizer = Float8Quantizer(force_pow_2_scales=True, amax_epsilon=9.0)
+    options = dict(vars(quantizer), scale=torch.tensor([7.0]), amax=torch.zeros(1))
+    param, optimizer = stepped(quantizer, **made_by(**options))
+    assert_bytes_of_master(optimizer, param, quantizer)
 
 
 def assert_delayed(param: Tensor, master: Tensor) -> None:

@@ -138,6 +138,7 @@ def test_no_decoded_stack_is_kept_for_the_backward_pass():
     [
         lambda stack: stack.transpose(1, 2) * 2,
         lambda stack: stack.transpose(-1, -2).contiguous(),
+        lambda stack: stack.transpose(-1, -2).sum(dtype=torch.float64),
         lambda stack: torch.bmm(torch.ones(EXPERTS, 3, DIM), stack.transpose(2, 1)),
         lambda stack: stack.transpose(1, 2).transpose(1, 2) * 2,
         lambda stack: stack.transpose(1, 2).transpose(0, 1),

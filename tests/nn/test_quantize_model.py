@@ -130,6 +130,7 @@ def test_weights_keep_the_codes_that_matmuls_read():
     for recipe in (*rowwise, *both):
         layer, columnwise = quantize_model(nn.Linear(64, 64), recipe), recipe not in rowwise
         assert layer.weight.quantizer.columnwise is columnwise, recipe
+        assert layer.weight.quantizer.multiplies_codes == bool(getattr(recipe, "activations", 0))
         assert (layer.weight.columnwise_data is not None) is columnwise
         layer(torch.ones(2, 64)).sum().backward()
 
@@ -138,9 +139,11 @@ def test_weights_that_others_use_stay_in_high_precision():
     # The shape of the tied head does not matter then.
     model = make_model()
     model.lm_head.weight = model.embedding.weight
+    for block in model.blocks:
+        block.adapter_layer_names = ("lora_A", "up")  # as layers of PEFT
     quantize_model(model, "nvfp4", lambda *_: True)
     assert model.lm_head.weight is model.embedding.weight
-    assert quantized_names(model) == HIDDEN
+    assert quantized_names(model) == HIDDEN[1::2]
 
     refused = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     refused[1].weight = refused[0].weight
@@ -162,8 +165,8 @@ def test_tied_layers_stay_tied():
     assert quantized_names(model) == ["0.weight", "1.weight", "2.weight"]
     assert model[0].weight is model[2].weight
     assert len(step(model).state) == 5  # one master and one update for both
-    with pytest.raises(ValueError, match=r"'2.weight' must be selected by filter like the modules"):
-        dequantize_model(model, lambda module, name: name == "0")
+    with pytest.raises(ValueError, match=r"'0.weight' must be selected by filter like the modules"):
+        dequantize_model(model, lambda module, name: name in ("1", "2"))
     assert quantized_names(model) == ["0.weight", "1.weight", "2.weight"]
     dequantize_model(model)
     assert model[0].weight is model[2].weight and not quantized_names(model)
@@ -278,13 +281,9 @@ def test_meta_models_are_quantized_without_values(recipe, source, device):
     model(torch.arange(10, device=device))
 
 
-class MyParameter(nn.Parameter):
-    pass
-
-
-class FullyShardedDataParallel(nn.Module):
-    """As FSDP1 leaves a layer, for which it needs a GPU: without its parameter."""
-
+MyParameter = type("MyParameter", (nn.Parameter,), {})
+# As FSDP1 leaves a layer, for which it needs a GPU: without its parameter.
+FullyShardedDataParallel = type("FullyShardedDataParallel", (nn.Module,), {})
 
 # What is done to the layer, and what is said of it then.
 REFUSED = {

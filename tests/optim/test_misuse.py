@@ -251,7 +251,8 @@ def inference_vector(scene: Scene) -> list[Tensor]:
 def assigning(scene: Scene) -> Callable[[], object]:
     state, model = scene.model.state_dict(), use_plain_state_dict(scene.model)
     model.load_state_dict(state, assign=True)  # of quantized weights
-    return partial(model.load_state_dict, model.state_dict(), assign=True)
+    state = model.state_dict() | {"up.weight": state["up.weight"]}
+    return partial(model.load_state_dict, state, assign=True)
 
 
 def with_text(scene: Scene) -> Callable[[], object]:
@@ -410,7 +411,7 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         master_param=torch.ones(40, 3), weight_digest=torch.zeros(1).long())), V, ("int8, got",)),
     "compact: digest": (loading_compact(lambda s: s.update(master_param=torch.ones(40, 3).char(),
         weight_digest=torch.zeros(2).long())), V, ("weight_digest of parameter 0 must have",)),
-    "plain values assigned": (assigning, V, ("assign must be", "'up.weight'", "leave assign")),
+    "plain values assigned": (assigning, V, ("assign must be", "'down.weight'", "leave assign")),
     # Quantizers and tensors
     "quantize: sparse": (call(lambda s: NVFP4Quantizer().quantize(torch.eye(32).to_sparse())), T,
         (DENSE, "torch.sparse_coo", "x.to_dense()")),

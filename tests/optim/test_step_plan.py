@@ -239,3 +239,5 @@ def test_memory_that_another_tensor_had_is_not_taken_for_the_old_one(i):
     tensors[i].data = torch.empty(0)
     tensors[i].data = torch.zeros(1000)  # mostly at the same address
     assert not found.unchanged()
+    tensors[i] = None
+    assert not found.unchanged()

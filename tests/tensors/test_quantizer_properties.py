@@ -194,12 +194,3 @@ DELAYED = dict(scaling="delayed")
 def test_options_that_do_not_fit_are_refused(kind, options, match):
     with pytest.raises(ValueError, match=match):
         kind(**options)
-
-
-def test_values_are_of_three_dtypes():
-    tensor = NVFP4Quantizer().quantize(torch.zeros(32, 64))
-    for call in (tensor.quantize_, lambda x: tensor.dequantize(x.dtype)):
-        with pytest.raises(TypeError, match=r"must be float32.*got torch\.float64; convert"):
-            call(torch.zeros(32, 64, dtype=torch.float64))
-    with pytest.raises(TypeError, match="x must be a dense tensor, got a list"):
-        NVFP4Quantizer().quantize([1.0])

@@ -42,20 +42,19 @@ PROPERTIES += [name.replace("rowwise", "columnwise") for name in PROPERTIES]
 @pytest.mark.parametrize("shape", [(16, 64), SHAPE])
 @every_quantizer
 def test_what_zeros_are_depends_on_nothing_but_the_size(quantizer, shape):
-    for split in (False, True):
-        tensor = quantizer.quantize(randn(SHAPE))
-        state = dict(vars(tensor))
-        if split:
-            tensor.split(16)
-            tensor.chunk(2, dim=1)
-        assert vars(tensor) == state
-        zeros = tensor.new_zeros(shape)
-        assert type(zeros) is type(tensor) and zeros.shape == shape
-        assert not zeros.dequantize(torch.float32).any()
-        assert type(tensor.new_zeros(shape, dtype=torch.float32)) is Tensor
-        for other in ((3,), (2, *SHAPE), (64, 64), (16, 32), ()):
-            plain = tensor.new_zeros(other)
-            assert type(plain) is Tensor and plain.shape == other and not plain.any()
+    tensor = quantizer.quantize(randn(SHAPE))
+    state = dict(vars(tensor))
+    tensor.split(16)
+    tensor.chunk(2, dim=1)
+    assert vars(tensor) == state
+    zeros = tensor.new_zeros(shape)
+    assert type(zeros) is type(tensor) and zeros.shape == shape
+    assert not zeros.dequantize(torch.float32).any()
+    half = tensor.new_zeros(shape, dtype=torch.float16)
+    assert type(half) is Tensor and half.dtype == torch.float16
+    for other in ((3,), (2, *SHAPE), (64, 64), (16, 32), ()):
+        plain = tensor.new_zeros(other)
+        assert type(plain) is Tensor and plain.shape == other and not plain.any()
 
 
 def test_pieces_of_what_cannot_be_cut_are_refused():
@@ -206,6 +205,7 @@ def test_rows_that_are_written_alone_are_quantized_with_the_others():
     expected[:2] = 1 + 2**-20
     waits[:2].copy_(expected[:2])
     assert torch.equal(waits.dequantize(), expected)
+    assert waits.copy_(whole[:80]).pending_value() is None
     shard = TABLE["nvfp4"].make_empty((64, 64), device="meta").new_zeros(32, 64)
     assert shard.normal_().pending_value() is None  # to_empty() would make zeros of it
 
@@ -238,9 +238,18 @@ def test_a_shard_that_moves_takes_along_what_a_step_has_left(answers):
         assert torch.equal(getattr(moved, name), inner) and inner.any()
     left = moved._shared.left
     assert left.has_bytes_of(shard) if all(answers) else left is None
-    value = moved.dequantize(torch.float32)
-    moved.copy_(value)  # the same bytes, which other ranks may have written anew
+    assert moved.to(moved.device, copy=True)._shared.stepped_by == shard._shared.stepped_by
+    value, version = moved.dequantize(torch.float32), moved._amax._version
+    for same in (moved.detach(), value):  # the bytes that other ranks may have written anew
+        moved._shared.left, moved._shared.unsettled = None, False
+        assert moved.copy_(same)._shared.unsettled
+    assert (moved._shared.left is not None) == all(answers) and moved._amax._version > version
     assert torch.equal(moved._high_precision_init_val, value)
+    whole._shared.init_val = torch.empty(0, device="meta")  # the next one is to be kept
+    new = whole.new_zeros((16, 64)).copy_(whole[:16])
+    assert new._shared.init_val.is_meta
+    new.copy_(2 * value)  # waits for other ranks, and is quantized with the amaxes of before
+    assert torch.equal(whole.new_zeros((16, 64)).copy_(new).amax_history, shard.amax_history)
     assert not dataclasses.replace(shard.global_spec, chunk=32).shares_scales
 
 
@@ -259,6 +268,8 @@ def test_windows_have_the_values_of_slices(quantizer, data):
     window = whole[first_row : first_row + n_rows, first_col : first_col + n_cols]
     expected = values[first_row : first_row + n_rows, first_col : first_col + n_cols]
     copies = [window, window.clone(), copy.deepcopy(window), pickle.loads(pickle.dumps(window))]
+    for name, per_entry in quantizer.layout.rows_per_entry.items():  # they have their own alone
+        assert len(getattr(copies[1].inner, name)) <= (-(-n_rows // block) + 1) * block // per_entry
     for one in copies:
         assert isinstance(one, QuantizedTensor) and one.shape == expected.shape
         decoded = one.dequantize(torch.float32)
@@ -278,14 +289,6 @@ def test_columns_within_blocks_are_decoded_copies(quantizer):
         tensor = quantizer.quantize(randn((128, 200)))
         assert isinstance(tensor[:, 128:], QuantizedTensor)
         assert torch.equal(tensor[:, 128:].dequantize(), tensor.dequantize()[:, 128:])
-
-
-@every_window
-def test_copies_of_windows_have_their_entries_alone(quantizer):
-    block = quantizer.layout.block
-    inner = quantizer.quantize(randn((4 * block, 256)))[block : 3 * block].clone().inner
-    for name, rows in quantizer.layout.rows_per_entry.items():
-        assert len(getattr(inner, name)) == 2 * block // rows
 
 
 @pytest.mark.parametrize("dim", [0, 1])
