@@ -138,7 +138,7 @@ class WholeMaster(NoMaster):
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
         if compact or self.stored.exact:
-            return {name: state[name] for name in ENTRIES[:2] if name in state}
+            return {name: state[name] for name in ENTRIES if name in state}
         return super().saved(state, compact, as_te)
 
 
@@ -207,7 +207,7 @@ class CodeRemainder(WholeMaster):
 
     def saved(self, state: State, compact: bool, as_te: bool) -> State:
         own = super().saved(state, compact, as_te)
-        if compact and self.is_stored(own):
+        if self.is_stored(own):
             own[DIGEST] = remainder.digest(self.param)
         return own
 

@@ -59,7 +59,7 @@ def saved_keys(groups: Groups, state_dict: dict[str, Any]) -> Iterator[tuple[Ten
 
 def check_compact(states: dict[Any, Any]) -> None:
     for state in (x for param, x in states.items() if is_dtensor(param) and isinstance(x, dict)):
-        found = sorted(SCALES.values() & state.keys())
+        found = [name for name in SCALES.values() if name in state]
         if MASTER in state and state[MASTER].dtype == torch.int8:
             found.append("int8 masters")
         if found:

@@ -125,7 +125,6 @@ class Target:
         self.write_dtype = self.param.dtype
         if isinstance(self.param, QuantizedTensor) and options.quantize_from == "master":
             self.write_dtype = torch.float32
-        self.unbind()
 
     def is_current(self) -> bool:
         own = local(self.owner)
@@ -362,9 +361,6 @@ class QuantizedTarget(Target):
 
     def __init__(self, owner: Tensor, options: Options) -> None:
         super().__init__(owner, options)
-        self._tell_weight()
-
-    def _tell_weight(self) -> None:
         if self.master.name:
             shared = self.param._shared
             shared.stepped_by = shared.stepped_by or weakref.WeakSet()
@@ -400,7 +396,6 @@ class QuantizedTarget(Target):
         return self.param._shared is shared and (self.mark is None or self.is_unwritten())
 
     def record(self) -> None:
-        self._tell_weight()
         self.param._shared.left = None
         super().record()
 

@@ -31,6 +31,7 @@ from twins import (
     fixed_grads,
     gathered_bytes,
     load_values,
+    overwrite,
     set_states,
     take_step,
     whole_bytes,
@@ -54,7 +55,7 @@ def hop(rank: int, cases: list[tuple], source: Path | None, target: Path, *how: 
     """Three steps, or what has been saved after as many; then two more."""
     layout, states = how
     for i, case in enumerate(cases):
-        with offload_to(LateLink(), 12 * 64 * 32):
+        with offload_to(LateLink(), 12 * 16 * 32):
             twin = Twin(layout, *case, states)
             for seed in range(3):
                 grads = fixed_grads(twin.whole, seed)
@@ -67,6 +68,8 @@ def hop(rank: int, cases: list[tuple], source: Path | None, target: Path, *how: 
             dcp.save(state_of(twin), checkpoint_id=target / str(i))
             for seed in range(3, 5):
                 twin.step(fixed_grads(twin.whole, seed))
+            overwrite(twin, 0)
+            twin.step([None, *fixed_grads(twin.whole, 5)[1:]])
 
 
 SMALL = [("nvfp4", 64, 32)]
@@ -126,8 +129,8 @@ class PatientWriter(dcp.FileSystemWriter):
 
 def save_in_the_background(rank: int, path: Path) -> None:
     group = dist.new_group(backend="gloo")
-    for layout in ("parallel", "sharded"):
-        twin = Twin(layout, "nvfp4", 64, 32)
+    for layout, states in (("parallel", ""), ("sharded", "fp16 masters")):
+        twin = Twin(layout, "nvfp4", 64, 32, states)
         for i in range(4):
             for seed in range(100 * i, 100 * i + 2):
                 twin.step(fixed_grads(twin.whole, seed))

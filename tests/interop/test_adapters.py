@@ -167,8 +167,9 @@ def test_a_parameter_that_is_overwritten_is_where_its_master_restarts(quantizer,
     else:
         with torch.no_grad():
             param.copy_(other)
-    take_steps(optimizer, [1])
     start = quantizer.quantize(random(SHAPE, 1).bfloat16()).dequantize(torch.float32)
+    assert torch.equal(optimizer.state_dict()["state"][2]["master_param"], start)
+    take_steps(optimizer, [1])
     assert (master_of(optimizer, param) - start).abs().max() < 2e-3
     assert_bytes_of_master(optimizer, param, quantizer)
 

@@ -245,6 +245,7 @@ def test_bounds_hold_for_all_given_moments_and_may_be_infinite():
     m[3], m[5], m[-5] = 7.0, torch.nan, 2.0
     assert measured_ratio(m, v, 1e-8) == pytest.approx(49.0, rel=1e-3)
     assert measured_ratio(m[3:4] * 1e-6, v[:1] * 1e-12, 1e-8) == pytest.approx(49.0, rel=1e-3)
+    assert measured_ratio(m[:0], v[:0], 1e-8) == measured_ratio(m[5:6], v[:1], 1e-8) == 0
     for beta1 in (0.0, 0.4, 0.9):
         scalars = adam_scalars(OPTIONS | dict(betas=(beta1, 0.99)), 1)
         expected = beta1**2 / 0.99 * 3 + (1 - beta1) ** 2 / 0.01

@@ -143,6 +143,7 @@ def test_factors_are_of_normal_numbers(x, found):
     FACTORED.add_columns(scales, sums(squares), 3)
     decoded = FACTORED.decode(codes, scales)
     assert torch.equal(decoded.nan_to_num(7.0), torch.full((3, 300), found).nan_to_num(7.0))
+    assert (scales[-1] == 0) == (found == 0)
 
 
 def test_bfloat16_keeps_nan_and_inf_to_themselves():

@@ -18,7 +18,7 @@ from fp4adam import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from fp4adam.optim.remainder import NAN, complete, largest_values, split_off, units
+from fp4adam.optim.remainder import NAN, complete, is_in_reach, largest_values, split_off, units
 from fp4adam.optim.state_codec import dither_bits, round_to_codes_
 from helpers import RECIPES, all_params, assert_identical, random, snapshot, take_steps, value_of
 from te_stand_ins import assert_bytes, te_tensor
@@ -139,6 +139,7 @@ def test_remainders_keep_what_is_not_finite():
     remainder = split_off(param, values)
     assert (remainder == NAN).nonzero().tolist() == [[3, 5], [4, 6]]
     assert complete(param, remainder)[remainder == NAN].isnan().all()
+    assert not is_in_reach(param, param.dequantize(torch.float32) - 128 * units(param))
     assert largest_values(NVFP4Quantizer().quantize(torch.zeros(16, 32))).isinf().all()
 
 

@@ -137,16 +137,17 @@ def test_unaligned_codes_take_the_slower_path(grouped, device):
 
 def test_codes_in_memory_of_others_are_watched(trained):
     """They have versions of their own, which a step raises."""
-    weights = trained.param_groups[0]["params"][:2]
+    *weights, _, vector = trained.param_groups[0]["params"]
     for weight in weights:
         weight._rowwise_data = weight._rowwise_data.clone()
     for _ in range(2):
         before = [weight._rowwise_data._version for weight in weights]
         trained.step()
         assert all(w._rowwise_data._version > v for w, v in zip(weights, before, strict=True))
-    weights[1]._rowwise_data.bitwise_not_()
-    with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
-        trained.step()
+    for write in (weights[1]._rowwise_data.bitwise_not_, vector.detach().neg_):
+        write()
+        with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+            trained.step()
     assert not trained._whole.plan._by_operators
     old = [weight._rowwise_data.data for weight in weights]
     for weight, data in zip(weights, old, strict=True):
