@@ -60,14 +60,12 @@ def check_quantize_from(quantize_from: str) -> None:
 
 def check_group_names(options: Options, group: Mapping[str, Any]) -> None:
     # Wrappers, such as torch's ZeroRedundancyOptimizer, repeat the options of the optimizer.
-    names = group.keys() & _OF_OPTIMIZER
-    others = [n for n in names if group[n] not in (None, getattr(options, n, None))]
-    if others:
-        raise ValueError(
-            f"{min(others)} must be an option of the optimizer, got it in a parameter group, "
-            "where it would have no effect; pass it to the constructor, or make an optimizer for "
-            "each"
-        )
+    for name in sorted(group.keys() & _OF_OPTIMIZER):
+        if group[name] not in (None, getattr(options, name, None)):
+            raise ValueError(
+                f"{name} must be an option of the optimizer, got it in a parameter group, where it "
+                "would have no effect; pass it to the constructor, or make an optimizer for each"
+            )
     if "adam_w_mode" in group:
         raise ValueError(
             "decoupled_weight_decay must be set in a parameter group that is in use, got "

@@ -267,8 +267,8 @@ class MasterWeightOptimizer(Optimizer):
             for target in targets:
                 if target not in quantized:
                     target.write(local(self.state[target.owner][MASTER]))
-            owners = [target.owner for target in quantized]
-            torch.autograd.graph.increment_version([*owners, *map(local, owners)])
+            # Of DTensors as well, whose local tensors were written.
+            torch.autograd.graph.increment_version([target.owner for target in targets])
             for target in targets:
                 target.record()
 

@@ -203,9 +203,8 @@ class StepPlan:
         self._written += chain.from_iterable(_versioned(m.param) for m in kept)
         written = [m.borrowed for m in stepped if m.updates and m.borrowed is not None]
         self._scales_of_others = ScaleWriteback(written)
-        sizes = [sum(len(group.members) for group in groups) for _, groups in self._parts]
         rows = iter(self.counter.rows)
-        self._rows_of_parts = [[*islice(rows, size)] for size in sizes]
+        self._rows_of_parts = [[*islice(rows, len(tables.table))] for tables, _ in self._parts]
         self._rows_by_operators = [*rows]
         self._present = present
 

@@ -170,7 +170,7 @@ class Target:
 
     def value(self) -> Tensor:
         """The value that a master starts from, as a new float32 tensor."""
-        return self.param.detach().to(torch.float32, copy=True)
+        return self.param.detach().float()  # narrower ones alone have masters
 
     def write(self, master: Tensor) -> None:
         self.param.copy_(split_master(master)[0] if self.master.name == REST else master)
@@ -411,7 +411,6 @@ class QuantizedTarget(Target):
 
     def free_initial_value(self, updates: bool = True) -> None:
         kept = self.param._high_precision_init_val
-        self.param._shared.left = None
         if updates or kept is None:
             self.param._shared.was_stepped |= kept is not None
             self.param.clear_high_precision_init_val()

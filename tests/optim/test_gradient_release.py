@@ -30,7 +30,7 @@ from helpers import (
     set_grads,
 )
 
-OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+OPTIONS = dict(lr=1e-2, weight_decay=0.1, states="8bit")
 NVFP4 = RECIPES["nvfp4"]
 
 
@@ -182,6 +182,10 @@ def test_what_cannot_be_released_is_refused() -> None:
         setattr(optimizer, signal, torch.ones(1))
         with pytest.raises(RuntimeError, match="gradients must not be scaled with gradient releas"):
             optimizer.step()
+    mlp_loss(model).backward()
+    set_grads(model.parameters(), 0)
+    with pytest.raises(RuntimeError, match="got 4 that have one again"):
+        optimizer.step()
     optimizer.step()  # and is not stuck
 
 

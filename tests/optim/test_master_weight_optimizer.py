@@ -113,6 +113,9 @@ def test_closures_see_the_parameters_of_their_masters(device: str) -> None:
 
     assert [optimizer.step(closure) for _ in range(4)][0] == losses[0]
     assert len(losses) > 8 and losses[-1] < 0.9 * losses[0]
+    weight, versions = model[0].weight, [model[0].weight._version]
+    optimizer.step(lambda: versions.append(weight._version) or 0.0)
+    assert versions[0] == versions[1] < versions[2]  # nothing is written twice
 
 
 def test_options_that_the_inner_optimizer_changes(device: str) -> None:

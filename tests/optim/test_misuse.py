@@ -286,7 +286,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "two names of one flag": (new(adam_w_mode=True, decoupled_weight_decay=False), V, (
         "must be equal", "got True and False")),
     "masters of a group": (call(lambda s: s.optimizer.add_param_group(
-        {"params": [s.late], "master_weights": False})), V, ("master_weights must be an option",)),
+        {"params": [s.late], "exp_avg_dtype": None, "master_weights": False})), V, (
+        "master_weights must be an option",)),
     "a flag of Transformer Engine": (call(
         lambda s: s.optimizer.param_groups[0].update(adam_w_mode=False) or s.optimizer.step()), V, (
         "got adam_w_mode", 'group["decoupled_weight_decay"]')),
@@ -309,8 +310,8 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "factored: masters in FP16": (new(states="factored", master_weight_dtype=torch.float16), N, (
         FACTORED, "got True, torch.float16")),
     "factored: amsgrad": (new(states="factored", amsgrad=True), N, ("with amsgrad, got factored",)),
-    "complex parameter": (of(lambda s: [torch.ones(3, dtype=torch.complex64)]), V, ("be real and",
-        "got torch.complex64", "view_as_real")),
+    "complex parameter": (of(lambda s: [s.late, torch.ones(3, dtype=torch.complex64)]), V, (
+        "be real and", "got torch.complex64", "view_as_real")),
     "sparse parameter": (of(lambda s: [torch.eye(3).to_sparse()]), V, ("and dense for",
         "torch.sparse_coo", "SparseAdam")),
     "parameter in 8 bits": (of(lambda s: [nn.Parameter(torch.ones(4).to(E4M3))]), T, (

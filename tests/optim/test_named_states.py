@@ -196,10 +196,11 @@ def test_a_parameter_with_a_count_of_its_own_keeps_it():
     saved = optimizer.state_dict()
     assert saved["param_groups"][0]["step"] == 2
     assert saved["state"][0]["step"] == 1 and "step" not in saved["state"][1]
-    for kind in (FusedAdam, FP4Adam):
+    for kind in (FP4Adam, FusedAdam):
         resumed = kind(params)
         resumed.load_state_dict(saved)
         assert [resumed.state[param]["step"] for param in params] == [1, 2]
+    assert resumed.param_groups[0]["step"] == 2
 
 
 # Its layout
@@ -274,6 +275,7 @@ def test_groups_count_apart_and_those_without_a_count_show_the_largest():
         assert optimizer.state
         assert [group["step"] for group in optimizer.param_groups] == [0, count, count]
         optimizer.param_groups[1]["step"] = 5
+    assert "step" not in optimizer.state_dict()["state"][1]
 
 
 def test_states_are_a_dictionary_to_others():
@@ -283,11 +285,13 @@ def test_states_are_a_dictionary_to_others():
     for param in params:
         states[param] = given = {name: value.clone() for name, value in states[param].items()}
         assert states[param]["exp_avg"] is given["exp_avg"]
+    optimizer.state = states
     take_steps(optimizer, [3])
     assert [states[param]["step"] for param in params] == [4, 4]
     moment = torch.zeros_like(states[params[1]]["exp_avg_sq"])
     states[params[1]]["exp_avg_sq"] = moment
-    assert states[params[1]]["exp_avg_sq"] is moment
+    take_steps(optimizer, [4])
+    assert states[params[1]]["exp_avg_sq"] is moment and moment.any()
     del states[params[1]]["exp_avg_sq"]
     assert "exp_avg_sq" not in states[params[1]] and states.get(0) is None and 0 not in states
     with pytest.raises(KeyError):

@@ -1,13 +1,18 @@
 """What a step takes over from the one before, how little it launches, and who may watch it."""
 
 import copy
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime import _async_compile
 
 import helpers
-from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, FusedAdam
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, FP4Adam, FusedAdam, MasterWeightOptimizer
 from fp4adam.kernels.launch import launch
 from fp4adam.optim import launch_group, step_plan
 from fp4adam.optim.adam import adam_scalars
@@ -82,6 +87,9 @@ def test_plan_stays_while_only_gradients_and_scalars_change(trained, device):
         trained.step()
         plan = plan if skipped == 2 else trained._whole.plan
     assert trained._whole.plan is plan
+    weak = [torch._C._WeakTensorRef(param.grad) for param in params if param.grad is not None]
+    trained.zero_grad()
+    assert all(ref.expired() for ref in weak)
     bound = ratio_after(10, adam_scalars(trained.param_groups[0], 1))  # of the one most stepped
     assert plan.counter._ratio == pytest.approx(bound)
     assert plan.counter.numbers()[10] == 1 - trained.param_groups[0]["lr"] * 0.1  # of weights
@@ -113,34 +121,28 @@ def test_other_gradients_after_a_step_that_has_failed(trained, monkeypatch):
         trained.step()
 
 
-def test_gradients_are_not_kept_alive(trained):
-    params = trained.param_groups[0]["params"]
-    set_grads(params, 2)
-    weak = [torch._C._WeakTensorRef(param.grad) for param in params]
-    trained.step()
-    trained.zero_grad()
-    assert all(ref.expired() for ref in weak)
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_unaligned_codes_take_the_slower_path(grouped, device):
     params = make_params(device, RECIPES["nvfp4"])
-    optimizer = FP4Adam(params, lr=1e-2, scale_groups=[params[:2]] if grouped else None)
+    options = dict(scale_groups=[params[:2]]) if grouped else dict(master_weight_dtype=torch.int8)
+    optimizer = FP4Adam(params, lr=1e-2, **options)
     codes = params[0]._rowwise_data
     params[0]._rowwise_data = codes.new_empty(codes.numel() + 1)[1:].view(codes.shape).copy_(codes)
     set_grads(params, 2)
     optimizer.step()
     by_operators = [member.owner is params[0] for member in optimizer._whole.plan._by_operators]
     assert by_operators == [True] * (not grouped)  # a group is quantized after its step
+    optimizer.state[params[1]]["exp_avg_sq"].mul_(2)
+    assert optimizer._whole.plan.fits(True) == grouped  # int8 masters are previewed anew
     assert_goes_on_as_operators(optimizer)
 
 
 def test_codes_in_memory_of_others_are_watched(trained):
     """They have versions of their own, which a step raises."""
     *weights, _, vector = trained.param_groups[0]["params"]
-    for weight in weights:
-        weight._rowwise_data = weight._rowwise_data.clone()
-    for _ in range(2):
+    for loose in (False, True, True):
+        for weight in weights if loose else ():
+            weight._rowwise_data = weight._rowwise_data.clone()
         before = [weight._rowwise_data._version for weight in weights]
         trained.step()
         assert all(w._rowwise_data._version > v for w, v in zip(weights, before, strict=True))
@@ -154,6 +156,51 @@ def test_codes_in_memory_of_others_are_watched(trained):
         weight._rowwise_data.data = data.clone()  # which no version tells
     trained.step()
     helpers.assert_bytes_are_of_masters(trained)
+
+
+def test_parameters_that_others_write_on_one_rank_of_two():
+    """Its neighbour, in a fake process group, has nothing to say."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model = helpers.make_mlp(RECIPES["nvfp4"], "cpu", torch.bfloat16)
+        weight, bias = fully_shard(model, mesh=mesh)[2].parameters()
+        optimizer = FP4Adam([weight])
+        shard, value = weight._local_tensor, randn(16, 64)
+        for settle in (optimizer.step, optimizer.reset_master_weights):
+            shard.copy_(value)
+            settle()
+            assert not torch.equal(shard.dequantize(torch.float32), value)  # is quantized
+        plain = [torch.nn.Parameter(randn(8)) for _ in range(2)]
+        params = [bias, make_params("cpu")[2], *plain]
+        for param in (weight, *params):
+            param.grad = torch.ones_like(param)
+        for dtype, ratio in ((torch.bfloat16, math.inf), (torch.float32, 3600.0)):
+            optimizer = FP4Adam([weight], exp_avg_dtype=dtype)
+            optimizer.initialize_state(weight)
+            for name, number in (("step", 1.0), ("exp_avg", 6e-3), ("exp_avg_sq", 1e-8)):
+                optimizer.state[weight][name].fill_(number)
+            optimizer.step()
+            assert optimizer._whole.plan.counter._ratio == pytest.approx(ratio, rel=0.01)
+        optimizer, written = FP4Adam(params), (bias, bias._local_tensor)
+        for each in (MasterWeightOptimizer([weight, bias], torch.optim.SGD, lr=1e-3), optimizer):
+            before = [tensor._version for tensor in written]
+            each.step()
+            assert all(x._version > v for x, v in zip(written, before, strict=True))
+        for param in params[:2]:
+            param.detach().zero_()
+            with pytest.warns(UserWarning, match="the masters of 1 weights restart"):
+                optimizer.step()
+        for param in plain:
+            before, param.data = param.detach().clone(), param.detach().clone()
+            optimizer.step()
+            assert (param < before).all()
+        part = DTensor.from_local(value, init_device_mesh("cpu", (2, 1)), (Partial(), Replicate()))
+        part.grad = part.detach()
+        with pytest.raises(NotImplementedError, match="must be replicated or sharded for FP4Adam"):
+            FP4Adam([part]).step()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("remainders", [False, True])
@@ -221,10 +268,8 @@ def test_launches_do_not_depend_on_the_number_of_tensors(quantizer, shape, kerne
     """With tails in every matrix, and groups that differ in their hyper-parameters."""
     for count in (1, 3):
         values = [randn(*shape, seed=i, device=device).bfloat16() for i in range(count)]
-        params = [
-            torch.nn.Parameter(value if quantizer is None else quantizer.quantize(value))
-            for value in values
-        ]
+        values = values if quantizer is None else map(quantizer.quantize, values)
+        params = [*map(torch.nn.Parameter, values)]
         groups = [{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)]
         optimizer = FP4Adam(groups)
         set_grads(params, 0)

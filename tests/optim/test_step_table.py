@@ -125,7 +125,7 @@ CASES = {
     "mxfp8 2d 8bit": Case("mxfp8_2d", "8bit", FP16, L2),
     "nvfp4 factored": Case("nvfp4_2d", "factored", None, UNCORRECTED, ((80, 64), (80, 32))),
     "factored": Case("mxfp8", "factored without masters", FP32, ADAMW, ((32, 320), (288, 32))),
-    "block factored": Case("fp8block_2d_pow2", "factored", FP16, ASCENDING, ((130, 32), (5, 3))),
+    "block factored": Case("fp8block_2d_pow2", "factored", FP16, ASCENDING, ((130, 32), (5, 32))),
     "mxfp4 16bit": Case("mxfp4", "16bit", None, THROUGH_DTYPE),
     "mxfp4 8bit": Case("mxfp4", "8bit", FP32, ASCENDING),
     "float8": Case("float8_fp32", "fp16 moments", FP32, THROUGH_DTYPE, RAGGED, 2),
