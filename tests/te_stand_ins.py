@@ -160,7 +160,8 @@ def stand_in(tensor: QuantizedTensor, **attributes: Any) -> Wrapper:
                 swizzled = getattr(tensor, f"{usage}_gemm_scale_inv")
                 fields[f"_{usage}_scale_inv"] = swizzled.view(fields[f"_{usage}_scale_inv"].shape)
     fields = {name: x if x is None else x.clone() for name, x in fields.items()}
-    swizzled = dict(_with_gemm_swizzled_scales=quantizer.optimize_for_gemm)
+    # Versions without such scales have no such attribute.
+    swizzled = dict(_with_gemm_swizzled_scales=True) if quantizer.optimize_for_gemm else {}
     of_class = {
         NVFP4Quantizer: swizzled,
         MXFP8Quantizer: dict(**swizzled, _fp8_dtype=E4M3),

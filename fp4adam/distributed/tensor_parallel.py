@@ -23,7 +23,7 @@ from fp4adam.distributed.shards import settle_shard
 from fp4adam.distributed.torch_patches import wrap_shard_tensor
 from fp4adam.tensors.quantized_tensor import QuantizedTensor, implements_function
 from fp4adam.tensors.rows import check_parallel, copy_bytes, parallel_part
-from fp4adam.tensors.storage import GlobalSpec, SharedStorage, Storage
+from fp4adam.tensors.storage import SharedStorage, Storage
 
 # The storage of the parameter that distribute_tensor has been called with last; of values that it
 # divides for load_state_dict it is None.
@@ -35,8 +35,7 @@ _parameter: weakref.ref[SharedStorage] | None = None
 @implements_function(torch.Tensor.is_leaf.__get__)
 def _is_leaf(tensor: Tensor) -> bool:
     global _parameter
-    is_quantized = isinstance(tensor, QuantizedTensor) and isinstance(tensor, nn.Parameter)
-    _parameter = weakref.ref(tensor._shared) if is_quantized else None
+    _parameter = weakref.ref(tensor._shared) if isinstance(tensor, nn.Parameter) else None
     module = sys.modules.get("torch.distributed.tensor.placement_types")
     if module is not None:
         wrap_shard_tensor(module.Shard, _shard_tensor)
@@ -96,8 +95,7 @@ def _gather_parts(weight: Tensor, part: QuantizedTensor, mesh_dim: int) -> Quant
     tensors, shape = part.inner, tuple(part.shape)
     compact = part.quantizer.without_derived()
     inner = {name: getattr(tensors, name) for name in compact.layout.rows_per_entry}
-    spec = GlobalSpec(shape, part.quantizer, shape[0])
-    shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=spec)
+    shared = SharedStorage(Storage(amax=tensors.amax, **inner), global_spec=part.global_spec)
     own = type(part)(shape, weight.dtype, compact, shared)
     parts = [torch.empty_like(own) for _ in range(mesh.size(mesh_dim))]
     dist.all_gather(parts, own, mesh.get_group(mesh_dim))

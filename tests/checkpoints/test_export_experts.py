@@ -43,7 +43,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = EXPERTS
         self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * rows, DIM))
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, DIM, rows) / 8)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, DIM, rows) / 7)  # no scale has its amax
 
 
 class Router(nn.Module):

@@ -51,9 +51,9 @@ def gather_to_other_memory(rank: int) -> None:
     shard._shared.stepped_by = weakref.WeakSet([stepped_by := mock.Mock()])
     (packed,), gathering = shard.fsdp_pre_all_gather(all_ranks())
     assert stepped_by.has_left.called and shard.has_bytes_of(shard._shared.left)
-    moved = mock.Mock(**{"storage.amax.is_cuda": True})  # from the host, in another stream
-    with mock.patch("torch.cuda.current_stream"):
-        fsdp._known(shard, moved, ("amax",))["amax"].record_stream.assert_called_once()
+    with mock.patch("torch.cuda.current_stream"):  # moved from the host, in another stream
+        for part in fsdp._known(shard, mock.Mock(), ("amax", "rowwise_data")).values():
+            part.record_stream.assert_called_once()
     outputs = (packed.clone(),), (packed.clone(),)
     whole, _ = shard.fsdp_post_all_gather(outputs[0], gathering, torch.float32)
     other = torch.empty_like(whole)
@@ -95,6 +95,9 @@ def exchange_shards(rank: int) -> None:
             assert sharded[0].weight.global_spec is None  # it is no shard of another
             with pytest.raises(RuntimeError, match="must be sharded to be written to.*reshard"):
                 nn.init.zeros_(sharded[0].weight)
+            scales = sharded[0].weight.inner.rowwise_gemm_scale_inv
+            sharded.reshard()
+            assert not scales.untyped_storage().size()  # as the codes
 
 
 def disagree(rank: int) -> None:

@@ -289,13 +289,13 @@ def test_slices_are_written_to_other_memory(name, alone):
 
 
 def test_an_adapter_says_how_columnwise_codes_are_dropped(alone, monkeypatch):
-    from fp4adam.interop import transformer_engine
-
-    monkeypatch.delattr(transformer_engine.TransformerEngineAdapter, "drop_columnwise")
-    weight, master = te_tensor(NVFP4Quantizer(), torch.ones(16, 32)), torch.randn(512)
+    first, weight = (te_tensor(NVFP4Quantizer(), torch.ones(16, 32)) for _ in range(2))
+    quantize_master_weights([first], [master := torch.randn(512)], [0], None)
+    assert first._columnwise_data is None
+    adapter = "fp4adam.interop.transformer_engine.TransformerEngineAdapter"
+    monkeypatch.delattr(f"{adapter}.drop_columnwise")
     before = te_bytes(weight)
     with pytest.raises(NotImplementedError, match="drop_columnwise must be defined by Tran"):
-        first = te_tensor(NVFP4Quantizer(columnwise=False), torch.ones(16, 32))
         quantize_master_weights([first, weight], [None, master], [None, 0], None)
     assert all(torch.equal(x, before[name]) for name, x in te_bytes(weight).items())
     # None are dropped that are gathered, or that are not there.

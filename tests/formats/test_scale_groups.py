@@ -6,7 +6,7 @@ from torch import nn
 
 from fp4adam import FP4Adam, NVFP4Quantizer, hf_scale_groups, quantize_model, quantized_init
 from fp4adam.tensors import backend
-from helpers import launched_by, set_grads
+from helpers import assert_identical, launched_by, set_grads
 
 COLS = 32
 NVFP4 = NVFP4Quantizer()
@@ -54,10 +54,8 @@ def assert_fused(model, values):
             row = rows.stop
 
 
-def assert_same_bytes(model, other):
-    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-        for name, inner in param.storage_tensors().items():
-            assert torch.equal(inner, expected.storage_tensors()[name]), name
+def assert_same_bytes(*models):
+    assert_identical(*([p.storage_tensors() for p in model.parameters()] for model in models))
 
 
 def test_hugging_face_names():

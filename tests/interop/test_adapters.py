@@ -251,6 +251,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("name", "attributes", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_no_kernel_writes_is_refused(name, attributes, words):
     param = te_tensor(QUANTIZERS[name], random(SHAPE, 0).bfloat16(), **attributes)

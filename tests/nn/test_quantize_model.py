@@ -314,14 +314,14 @@ def test_nothing_changes_when_one_layer_cannot_be_quantized(said, change):
 
 
 def test_arguments_that_are_refused():
-    with pytest.raises(ValueError, match="one of nvfp4, mxfp8, mxfp4, .* got 'int4'"):
-        quantized_init("int4").__enter__()
-    for args, match in (
-        ((nn.Linear(2, 2).weight,), "model must be an nn.Module, got Parameter"),
-        ((nn.Linear(2, 2), "0"), "filter must be a function"),
+    for call, args, error, match in (
+        (quantized_init, ("int4",), ValueError, "one of nvfp4, mxfp8, mxfp4, .* got 'int4'"),
+        (quantized_init, ("nvfp4", "0"), TypeError, "filter must be a function"),
+        (dequantize_model, (nn.Linear(2, 2), "0"), TypeError, "filter must be a function"),
+        (dequantize_model, (torch.ones(2),), TypeError, "model must be an nn.Module, got Tensor"),
     ):
-        with pytest.raises(TypeError, match=match):
-            dequantize_model(*args)
+        with pytest.raises(error, match=match), call(*args):
+            pass
     for model, cure in (
         (FullyShardedDataParallel(), "fully_shard after quantize_model"),
         (AveragedModel(nn.Sequential(nn.Linear(64, 64))), "the model that it averages"),

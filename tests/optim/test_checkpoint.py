@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp4adam import FP4Adam, FusedAdam, Quantizer
-from fp4adam.distributed.dtensor import like
+from fp4adam import FP4Adam, FusedAdam, Quantizer, quantize_model
+from fp4adam.distributed.dtensor import like, local
+from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import rows
 from helpers import (
     QUANTIZERS,
@@ -170,7 +173,7 @@ def test_loading_takes_the_memory_of_the_states_and_of_one_weight() -> None:
         optimizer = FP4Adam([Parameter(QUANTIZERS["nvfp4"].quantize(v)) for v in values])
         take_steps(optimizer, range(2))
         saved = optimizer.state_dict()
-        peak = peak_bytes(functools.partial(optimizer.load_state_dict, saved))
+        peak = peak_bytes(partial(optimizer.load_state_dict, saved))
         more.append(peak - 12 * numel * count)
     assert more[0] < 26 * numel  # a weight, decoded, with its gaps, and what that takes on a CPU
     assert more[1] - more[0] < numel, more  # a byte per element of one weight
@@ -208,7 +211,7 @@ def test_masters_that_restart_are_counted_once(change, words, states) -> None:
     change(saved, params)
     resumed = FP4Adam(params, lr=1e-3, states=states)
     calls = [lambda: resumed.load_state_dict(saved)]
-    calls += [functools.partial(take_steps, resumed, [seed]) for seed in (2, 3)]
+    calls += [partial(take_steps, resumed, [seed]) for seed in (2, 3)]
     for call, text in zip(calls, words, strict=True):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -378,6 +381,36 @@ def test_states_are_whole_or_those_of_shards() -> None:
         optimizer.state[sharded] = {"master_param": torch.zeros(64, 32, dtype=torch.int8)}
         with pytest.raises(NotImplementedError, match="got int8 masters, which fit"):
             optimizer.compact_state_dict()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_writes_to_shards_are_settled_by_every_call(monkeypatch) -> None:
+    """Of a rank whose neighbours have nothing to say; all exchange the block that is cut."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    sent, reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *a: sent.append(x.numel()) or reduce(x, *a))
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
+        model = quantize_model(nn.Sequential(nn.Linear(32, 96), nn.Linear(96, 48)), NVFP4)
+        parallelize_module(model, mesh["parts"], {"0": ColwiseParallel()})
+        weight, other = (layer.weight for layer in fully_shard(model, mesh=mesh["data"]))
+        optimizer, value = FP4Adam([weight, other], weight_decay=0.0), random((24, 32), 1)
+        shard, idle = local(weight), local(other)
+        calls = optimizer.step, optimizer.reset_master_weights, partial(gather_whole, weight)
+        for settle in calls:
+            for part, new in zip(shard.split(9), value.split(9), strict=True):
+                part.copy_(new)
+            version, sent[:] = shard._version, []
+            settle()
+            assert sent[:4] == [1, 1, 3, 1] and shard._version > version
+            assert not (torch.equal(shard.dequantize(), value) or shard._shared.unsettled)
+        weight.grad, other.grad = torch.zeros_like(weight), torch.zeros_like(other)
+        optimizer.step()
+        assert torch.equal(local(optimizer.state[weight]["master_param"]), value)
+        other.grad, version = None, idle._version
+        optimizer.step()
+        assert idle._version == version
     finally:
         dist.destroy_process_group()
 

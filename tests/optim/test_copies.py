@@ -38,7 +38,9 @@ class TELinear(nn.Module):
         self.weight_names = ["weight"] if parts == 1 else [f"part{i}_weight" for i in range(parts)]
         for name, part in zip(self.weight_names, weight.clone().chunk(parts), strict=True):
             self.register_parameter(name, Parameter(part))
-        self._fp8_workspaces = {"weight": stand_in(quantizer.quantize(self.fused))}
+        self.fc2_weight = Parameter(weight.clone())
+        pairs = ("weight", self.fused), ("fc2_weight", weight)
+        self._fp8_workspaces = {name: stand_in(quantizer.quantize(x)) for name, x in pairs}
 
     @property
     def fused(self) -> Tensor:
@@ -138,7 +140,8 @@ def test_the_workspaces_of_a_model(parts, joins):
             torch._foreach_mul_([*model.parameters()], -1.5)
         cast(*workspaces_of(model))
         for layer in layers:
-            assert_current(layer._fp8_workspaces["weight"], layer.fused, quantizer)
+            for name, weight in (("weight", layer.fused), ("fc2_weight", layer.fc2_weight)):
+                assert_current(layer._fp8_workspaces[name], weight, quantizer)
         model[1]._fp8_workspaces["weight"] = later
 
 

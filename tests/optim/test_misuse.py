@@ -332,8 +332,9 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
         "'up.weight' twice", "join")),
     "group: text": (new(scale_groups="up.weight"), T, ("list of lists", "got str;", "[[name, ")),
     "group: names": (new(scale_groups=[["up.weight"], "x"]), T, ("got str in the list; pass",)),
-    "group: a rule without names": (call(lambda s: FP4Adam(s.model.parameters(),
-        scale_groups=hf_scale_groups)), V, ("have names", "got a rule", "named_parameters()")),
+    **{f"group: {words} without names": (call(lambda s, x=x: FP4Adam(s.model.parameters(),
+        scale_groups=x)), V, ("have names", f"got {words}", "named_parameters()"))
+        for words, x in (("a rule", hf_scale_groups), ("'x'", [["x"]]))},
     # The step
     "gradient: layout of oneDNN": (with_grad(Tensor.to_mkldnn), R, ("got layout torch._mkldnn",
         "SparseAdam")),

@@ -519,14 +519,14 @@ def written_by_another_optimizer(run: Run, oracle: Oracle, seed: int) -> None:
 @move
 def averaged(run: Run, oracle: Oracle, seed: int) -> None:
     """An average in high precision leaves the training alone."""
-    average = AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.5))
+    average = AveragedModel(nn.Sequential(run.model), avg_fn=get_ema_avg_fn(0.5))
     average.update_parameters(run.model)
     first = oracle.cells[0].decoded()
     both(run, oracle, seed)
     average.update_parameters(run.model)
     assert not any(isinstance(param, QuantizedTensor) for param in average.parameters())
     expected = (first + oracle.cells[0].decoded()) / 2
-    found = average.module.weight0.detach().float().cpu()  # in BF16
+    found = average.module[0].weight0.detach().float().cpu()  # in BF16
     torch.testing.assert_close(found, expected, rtol=0, atol=expected.abs().max().item() / 128)
 
 

@@ -186,6 +186,7 @@ DELAYED = dict(scaling="delayed")
         (Float8Quantizer, DELAYED | dict(force_pow_2_scales=True), "must be False with"),
         (Float8Quantizer, dict(optimize_for_gemm=True), "must be False for Float8"),
         (Float8BlockQuantizer, dict(optimize_for_gemm=True), "must be False for Float8Block"),
+        (MXFP4Quantizer, dict(rowwise=False), "must not both be False, got False, False; keep one"),
         (MXFP4Quantizer, dict(columnwise=True), "must be False for MXFP4"),
         (MXFP4Quantizer, dict(optimize_for_gemm=True), "must be False for MXFP4"),
         (MXFP4Quantizer, dict(scale_rounding="nearest"), "one of floor, even, up, got 'nearest'"),
