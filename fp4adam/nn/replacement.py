@@ -93,11 +93,6 @@ def put_in(weights: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
         for old, new in done:
             torch.utils.swap_tensors(old, new)
         raise
-    for old, new in done:
-        new.grad = None  # it has gone along
-        if not old.is_inference():
-            # An optimizer that has stepped it looks again at what has another version.
-            torch.autograd.graph.increment_version(old)
     for module, _, _ in weights:
         # Of the instance: its class may be nn.Linear itself.
         module.extra_repr = functools.partial(_extra_repr, module)

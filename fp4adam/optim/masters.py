@@ -242,7 +242,7 @@ def _is_near(param: Tensor, value: Tensor) -> bool:
 def _decoded(param: Tensor) -> Tensor:
     if isinstance(param, QuantizedTensor):
         return param.detach().dequantize(torch.float32)
-    return param.detach().to(torch.float32, copy=True)
+    return param.detach().float()  # a copy, as FP32 is its own master
 
 
 def _gaps(param: Tensor) -> Tensor:

@@ -138,8 +138,7 @@ def saved_state(
             if codec is FACTORED:
                 saved[MEANS[0]], saved[MEANS[1]] = like(member.owner, stored.codes), stored.scales
     saved |= member.master.saved(state, compact, as_te)
-    known = [name for name in ("step", *TENSOR_NAMES) if name in saved]
-    return {name: saved[name] for name in (*known, *sorted(saved.keys() - {*known}))}
+    return dict(sorted(saved.items()))
 
 
 @torch.no_grad()

@@ -397,7 +397,7 @@ class QuantizedTensor(TensorNames, torch.Tensor):
         own = type(self).__name__, self.shape, self.requires_grad, *self.__tensor_flatten__()
         # Graphs that call operators of another version of this package would not run.
         parts = ("fp4adam::dequantize", *own, looks)
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     # torch's implementation assumes that a tensor with an address owns storage of its logical size.
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":

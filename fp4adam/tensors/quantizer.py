@@ -291,7 +291,7 @@ def _fake_read(
     inner: list[Tensor], names: str, key: str, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
     tensors = Storage(**dict(zip(names.split(","), inner, strict=True)))
-    return inner[0].new_empty(BY_KEY[key].decoded_shape(tensors), dtype=dtype)
+    return tensors.codes.new_empty(BY_KEY[key].decoded_shape(tensors), dtype=dtype)
 
 
 _dequantize = backend.operator("dequantize", _traced_read, _fake_read)

@@ -223,7 +223,7 @@ def _become_shard(tensor: QuantizedTensor, source: QuantizedTensor, non_blocking
     shared.stepped_by = shared.stepped_by or other.stepped_by
     if left is not None:
         sent = other.left._alias(tuple(source.shape), source._start, source._start_col)
-        copy_bytes(left, sent, False)
+        copy_bytes(left, sent, non_blocking=False)
         shared.left = every_row(left)
     _take_amax(tensor, source, non_blocking)  # delayed scaling quantizes with those of before
 

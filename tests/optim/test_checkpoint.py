@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fp4adam import FP4Adam, FusedAdam, Quantizer, quantize_model
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.tensor_parallel import gather_whole
-from fp4adam.tensors import rows
+from fp4adam.tensors import backend, rows
 from helpers import (
     QUANTIZERS,
     RECIPES,
@@ -193,7 +194,7 @@ RESTARTS: dict[str, tuple[Callable, list[str]]] = {
         ["2 weights restart from the weights, which are not", "2 weights restart", ""],
     ),
     "a frozen layer": (
-        lambda saved, params: saved["state"].pop(0),
+        lambda saved, params: saved["state"].pop(1),
         ["1 weights restart from the weights, which the loaded", "", ""],
     ),
 }
@@ -411,6 +412,43 @@ def test_writes_to_shards_are_settled_by_every_call(monkeypatch) -> None:
         other.grad, version = None, idle._version
         optimizer.step()
         assert idle._version == version
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_of_one_rank_of_two(monkeypatch, device) -> None:
+    """Whose neighbour has nothing to say at first, and then twice each amax."""
+
+    def make(*meshes: DeviceMesh, **options) -> tuple[list[Tensor], FP4Adam]:
+        model = make_mlp(NVFP4, "cpu")
+        for layer, mesh in zip(model[::2], meshes, strict=True):
+            fully_shard(layer, mesh=mesh)
+        for param in model.parameters():
+            param.grad = like(param, random(local(param).shape, 0))
+        weights = [model[0].weight, model[2].weight]
+        groups = [weights] if meshes[0] is meshes[1] else None
+        return [*map(local, weights)], FP4Adam(model.parameters(), scale_groups=groups, **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("other",))
+        shards, optimizer = make(mesh, mesh, lr=0.0)
+        calls = [optimizer.step, optimizer.reset_master_weights]
+        for settle in (*calls, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+            values = [shard.copy_(random(shard.shape, 1)).dequantize() for shard in shards]
+            settle()
+            for shard, value in zip(shards, values, strict=True):
+                assert not torch.equal(shard.dequantize(), value)  # is quantized
+        amaxes = []
+        for fused, larger in ((False, 0), (False, 1 << 23), (None, 1 << 23)):
+            shards, optimizer = make(mesh, other, states="8bit", fused=fused)
+            with monkeypatch.context() as patch:
+                patch.setattr(dist, "all_reduce", lambda bits, *_, by=larger: bits.add_(by))
+                patch.setattr(backend, "uses_kernels", lambda d: d.type == device)
+                optimizer.step()
+            amaxes.append([shard._amax.item() for shard in shards])
+        assert amaxes[1] == amaxes[2] == [2 * amax for amax in amaxes[0]]
     finally:
         dist.destroy_process_group()
 

@@ -144,6 +144,9 @@ def test_parameters_on_the_host_are_refused() -> None:
     with pytest.raises(RuntimeError, match="must be on a GPU with offload_states, got one on cpu"):
         optimizer.step()
     assert not optimizer.state
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        optimizer.step()
     param, state = torch.ones(4, device="meta"), {"exp_avg": torch.zeros(4)}
     check_state(param, state, optimizer._targets.options, is_offloaded=True)
     with pytest.raises(RuntimeError, match="must have the shape and device of its parameter"):
