@@ -412,42 +412,32 @@ def test_writes_to_shards_are_settled_by_every_call(monkeypatch) -> None:
         other.grad, version = None, idle._version
         optimizer.step()
         assert idle._version == version
+        shard.copy_(-value)
+        assert shard._shared.unsettled
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not (torch.equal(shard.dequantize(), -value) or shard._shared.unsettled)
     finally:
         dist.destroy_process_group()
 
 
-def test_shards_of_one_rank_of_two(monkeypatch, device) -> None:
-    """Whose neighbour has nothing to say at first, and then twice each amax."""
-
-    def make(*meshes: DeviceMesh, **options) -> tuple[list[Tensor], FP4Adam]:
-        model = make_mlp(NVFP4, "cpu")
-        for layer, mesh in zip(model[::2], meshes, strict=True):
-            fully_shard(layer, mesh=mesh)
-        for param in model.parameters():
-            param.grad = like(param, random(local(param).shape, 0))
-        weights = [model[0].weight, model[2].weight]
-        groups = [weights] if meshes[0] is meshes[1] else None
-        return [*map(local, weights)], FP4Adam(model.parameters(), scale_groups=groups, **options)
-
+def test_amaxes_of_two_process_groups(monkeypatch, device) -> None:
+    """On a rank whose neighbour has nothing to say at first, and then twice each amax."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh("cpu", (2,))
         other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("other",))
-        shards, optimizer = make(mesh, mesh, lr=0.0)
-        calls = [optimizer.step, optimizer.reset_master_weights]
-        for settle in (*calls, lambda: optimizer.load_state_dict(optimizer.state_dict())):
-            values = [shard.copy_(random(shard.shape, 1)).dequantize() for shard in shards]
-            settle()
-            for shard, value in zip(shards, values, strict=True):
-                assert not torch.equal(shard.dequantize(), value)  # is quantized
         amaxes = []
         for fused, larger in ((False, 0), (False, 1 << 23), (None, 1 << 23)):
-            shards, optimizer = make(mesh, other, states="8bit", fused=fused)
+            model = make_mlp(NVFP4, "cpu")
+            for layer, mesh in zip(model[::2], (init_device_mesh("cpu", (2,)), other), strict=True):
+                fully_shard(layer, mesh=mesh)
+            for param in model.parameters():
+                param.grad = like(param, random(local(param).shape, 0))
+            optimizer = FP4Adam(model.parameters(), states="8bit", fused=fused)
             with monkeypatch.context() as patch:
                 patch.setattr(dist, "all_reduce", lambda bits, *_, by=larger: bits.add_(by))
                 patch.setattr(backend, "uses_kernels", lambda d: d.type == device)
                 optimizer.step()
-            amaxes.append([shard._amax.item() for shard in shards])
+            amaxes.append([local(layer.weight)._amax.item() for layer in model[::2]])
         assert amaxes[1] == amaxes[2] == [2 * amax for amax in amaxes[0]]
     finally:
         dist.destroy_process_group()
