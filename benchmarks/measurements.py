@@ -298,9 +298,8 @@ def losses() -> list[str]:
         "",
         "Nats per byte on torch's own source code, 50 M tokens, the same data in the same order; "
         "weights have FP32 masters and moments but in the rows that say so; "
-        '`states="8bit"`, seed 1 is of before the unit of int8 masters became 1/239 of a gap '
-        "between codes (1/238). The gap is to the mean of the two seeds of BF16. Seven of these "
-        "runs repeat one of another day, and end 0.0003 to 0.0034 nats from it.",
+        "the gap is to the mean of the two seeds of BF16. Most runs repeat one of another day, and "
+        "end at most 0.0034 nats from it.",
         "",
         "![Held-out losses of a GPT with each format, and their gaps to "
         "BF16](benchmarks/h200/numerics.png)",
@@ -356,25 +355,23 @@ def beside_adamw(
 
 def fine_tuning() -> list[str]:
     """What numerics.py has recorded of fine-tuning, on a GPU and with a small model on a CPU."""
-    columns = {"152 steps": "finetune_1e-5", "610 steps": "finetune_1e-5_long"}
-    table, found = beside_adamw(RECORDS, columns)
-    runs = found["152 steps"]
+    table, found = beside_adamw(RECORDS, {"152 steps": "finetune_1e-5"})
+    [runs] = found.values()
     run = next(iter(runs.values()))
     tokens = math.prod(run["about"]["settings"][n] for n in ("batch", "context", "accumulate"))
-    noises = " and ".join(f"{numerics_report.noise(each):.4f}" for each in found.values())
     lines = [
         "## Fine-tuning",
         "",
-        f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on 30 M tokens of torch's "
+        f"A GPT of {run['parameters'] / 1e6:.1f} M parameters, trained on 50 M tokens of torch's "
         f"source code, goes on with that of transformers, {tokens:,} tokens per step, at a "
         "constant learning rate of 1e-5. Held-out nats per byte above those of BF16 with AdamW and "
         "the same seed, their standard error, and the number of seeds. The two seeds of BF16 "
-        f"differ by {noises}. Int8 masters cost NVFP4, whose codes are far apart, something that "
-        "they do not cost the others, and the less, the longer the run.",
+        f"differ by {numerics_report.noise(runs):.4f}.",
         "",
         *table,
         "",
-        *(line for name in columns.values() for line in (source(run["about"], name), "")),
+        source(run["about"], "finetune_1e-5"),
+        "",
     ]
     columns = {
         "pre-training": "pretraining",
