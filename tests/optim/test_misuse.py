@@ -361,13 +361,13 @@ MISUSES: dict[str, tuple[Misuse, type[BaseException], tuple[str, ...]]] = {
     "step: flat parameters": (with_group(params=[nn.Parameter(torch.ones(64))]), R, (
         "must stay in their groups", "DeepSpeed", "fully_shard")),
     "reset: unknown parameter": (
-        call(lambda s: s.optimizer.reset_master_weights([s.late])), V, ("parameter",),
+        call(lambda s: s.optimizer.reset_master_weights([s.weight, s.late])), V, ("got number 1",),
     ),
     # The norm of gradients
     "clip: below zero": (call(lambda s: s.optimizer.clip_grad_norm_(-1)), V, (">= 0", "-1", "inf")),
     "clip: NaN": (call(lambda s: s.optimizer.clip_grad_norm_(NAN)), V, (">= 0", "nan", "inf")),
     "clip: None": (call(lambda s: s.optimizer.clip_grad_norm_(None)), T, ("number", "None", "inf")),
-    "clip: gradients that change": (call(lambda s: s.optimizer.clip_grad_norm_(1) and (
+    "clip: gradients that change": (call(lambda s: s.optimizer.clip_grad_norm_(0) and (
         s.weight.decoupled_grad.neg_(), with_group(lr=0.0)(s)())), R, ("got 1 of 5 that have",)),
     "clip: norm as text": (call(lambda s: s.optimizer.clip_grad_norm_(1, "two")), V, ("'two'",)),
     # Loading a state
