@@ -43,14 +43,17 @@ class CheckpointReader(contextlib.ExitStack):
         self.metadata: dict[str, str] = {}
         self._file_of: dict[str, Any] = {}
         weight_map = _weight_map(folder) if (folder / INDEX).exists() else None
-        # If this raises, the files are closed with the error, which alone refers to them.
-        self._open_files([ONE_FILE] if weight_map is None else sorted({*weight_map.values()}))
-        if weight_map is not None and weight_map.keys() != self._file_of.keys():
-            key = min(weight_map.keys() ^ self._file_of.keys())
-            raise ValueError(
-                f"{INDEX} must list what its files hold, got another list, for instance "
-                f"without {key!r} on one side; the checkpoint is damaged: copy it again"
-            )
+        try:
+            self._open_files([ONE_FILE] if weight_map is None else sorted({*weight_map.values()}))
+            if weight_map is not None and weight_map.keys() != self._file_of.keys():
+                key = min(weight_map.keys() ^ self._file_of.keys())
+                raise ValueError(
+                    f"{INDEX} must list what its files hold, got another list, for instance "
+                    f"without {key!r} on one side; the checkpoint is damaged: copy it again"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def _open_files(self, names: list[str]) -> None:
         for name in names:
