@@ -54,7 +54,7 @@ class ShardInfo(NamedTuple):
     @classmethod
     def in_parallel(cls, mesh: DeviceMesh, dim: int = 0) -> "ShardInfo":
         """The part of this rank under tensor parallelism: whole blocks that share an amax."""
-        return cls.in_mesh(mesh, dim)._replace(n_shards=1)
+        return cls.in_mesh(mesh, dim)._replace(number=0, n_shards=1)
 
     @classmethod
     def of(cls, param: Tensor, own: Tensor | None = None) -> "tuple[ShardInfo, ...]":

@@ -411,6 +411,7 @@ class QuantizedTarget(Target):
 
     def free_initial_value(self, updates: bool = True) -> None:
         kept = self.param._high_precision_init_val
+        self.param._shared.left = None
         if updates or kept is None:
             self.param._shared.was_stepped |= kept is not None
             self.param.clear_high_precision_init_val()
