@@ -2,17 +2,23 @@
 
     python benchmarks/full_finetune.py [--shape 8b] [--only TEXT[;TEXT]] [--json full_finetune.json]
     python benchmarks/full_finetune.py --layers 100   # how large a model trains: add layers
+    python benchmarks/full_finetune.py --trainer      # in the loop of TRL's SFTTrainer
 
 The model is transformers' ``LlamaForCausalLM`` with random weights, in BF16 where they are not
 quantized; its steps read random tokens and recompute activations. Everyone is measured on the same
 terms: with gradients that stay for the step, and released, each weight stepped within the backward
 pass and its gradient freed. Who has no release of its own gets one optimizer per parameter in
 ``register_post_accumulate_grad_hook``, as torch's tutorial does. One that does not fit, or a
-package that is missing, says so in its row.
+package that is missing, says so in its row. A trainer accumulates gradients of two sequences and
+clips them, so nothing is released there.
 """
 
 import argparse
 import importlib
+import itertools
+import statistics
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -212,6 +218,62 @@ def build(contestant: Contestant, args: argparse.Namespace) -> nn.Module:
     return model.train()
 
 
+def measure_in_trainer(
+    model: nn.Module, optimizer: Any, tokens: torch.Tensor, args: argparse.Namespace, before: int
+) -> Row:
+    """GiB at the peak of later steps, and milliseconds of one, of TRL's SFTTrainer."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    cuda, ends, peaks = args.device == "cuda", [], []
+
+    class Meter(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+                peaks.append((torch.cuda.max_memory_allocated() - before) / 2**30)
+                torch.cuda.reset_peak_memory_stats()
+            ends.append(time.perf_counter())
+
+    end = "<|end|>"
+    words = Tokenizer(models.WordLevel({end: 0}, unk_token=end))
+    accumulate, warm_up = 2, 3
+    steps = warm_up + args.repeats
+    rows = [{"input_ids": row.tolist()} for row in tokens for _ in range(accumulate * steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = SFTConfig(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=args.batch,
+            gradient_accumulation_steps=accumulate,
+            gradient_checkpointing=args.recompute == "yes",
+            max_length=args.context,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not cuda,
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(
+            model,
+            config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, eos_token=end, pad_token=end
+            ),
+            optimizers=(optimizer, None),
+            callbacks=[Meter()],
+        )
+        trainer.train()
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[warm_up - 1 :]))
+    row: Row = {"ms": seconds * 1e3, "clipped_at": config.max_grad_norm}
+    row["tokens_per_second"] = accumulate * tokens.numel() / seconds
+    if cuda:
+        row["peak_GiB"] = max(peaks[warm_up:])
+    return row
+
+
 def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, row: Row) -> None:
     """Put into the row what there is to know of an optimizer that runs."""
     clock = Clock(args.device)
@@ -229,6 +291,11 @@ def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, ro
     tokens = torch.randint(
         args.sizes[-1], (args.batch, args.context), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
+
+    if args.trainer:
+        row |= measure_in_trainer(model, optimizer, tokens, args, before)
+        row["state_B"] = sum(stored_bytes(optimizer.state[p]) for p in params) / count
+        return
 
     def step() -> None:
         # HF shifts the labels; logits in FP32 would take more than the model's layers.
@@ -258,6 +325,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3 if cuda else 1, help="counted steps")
     parser.add_argument("--recompute", choices=("yes", "no"), default="yes", help="activations")
     parser.add_argument("--compile", action="store_true", help="each layer")
+    parser.add_argument("--trainer", action="store_true", help="TRL's, gradients not released")
     parser.add_argument(
         "--release", choices=("yes", "no", "both"), default="both", help="gradients"
     )
@@ -269,6 +337,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write settings and results to this file")
     args = parser.parse_args()
+    if args.trainer:
+        args.release = "no"
     args.sizes = (args.layers or SHAPES[args.shape][0], *SHAPES[args.shape][1:])
     return args
 
@@ -276,7 +346,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Measure every optimizer, and print a line for each."""
     args = parse_args()
-    names = ("shape", "sizes", "context", "batch", "repeats", "recompute", "compile")
+    names = ("shape", "sizes", "context", "batch", "repeats", "recompute", "compile", "trainer")
     settings = {name: getattr(args, name) for name in names}
     run = about(args.device) | {"settings": settings}
     print(f"{run['device']}, {run['date']}, {settings}\n")

@@ -42,7 +42,7 @@ def commit() -> str | None:
 def versions() -> dict[str, str]:
     """What is measured and what runs it, with versions, as far as it is installed."""
     found = {"torch": torch.__version__, "fp4adam": fp4adam.__version__}
-    for name in ("triton", *PACKAGES):
+    for name in ("triton", *PACKAGES, "gefen-x", "trl"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
