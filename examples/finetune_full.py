@@ -104,7 +104,9 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = fp4adam.quantize_model(model.to(args.device), args.format)
     model.config.use_cache = False
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # The name that transformers gave it in 2026, and the one before.
+    recompute = getattr(model, "activation_checkpointing_enable", None)
+    (recompute or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model.train()
 
 

@@ -158,15 +158,15 @@ def test_codes_in_memory_of_others_are_watched(trained):
     helpers.assert_bytes_are_of_masters(trained)
 
 
-def test_parameters_that_others_write_on_one_rank_of_two():
+def test_parameters_that_others_write_on_one_rank_of_two(device):
     """Its neighbour, in a fake process group, has nothing to say."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh("cpu", (2,))
-        model = helpers.make_mlp(RECIPES["nvfp4"], "cpu", torch.bfloat16)
+        mesh = init_device_mesh(device, (2,))
+        model = helpers.make_mlp(RECIPES["nvfp4"], device, torch.bfloat16)
         weight, bias = fully_shard(model, mesh=mesh)[2].parameters()
-        plain = [torch.nn.Parameter(randn(8)) for _ in range(2)]
-        params = [bias, make_params("cpu")[2], *plain]
+        plain = [torch.nn.Parameter(randn(8, device=device)) for _ in range(2)]
+        params = [bias, make_params(device)[2], *plain]
         for param in (weight, *params):
             param.grad = torch.ones_like(param)
         for dtype, ratio in ((torch.bfloat16, math.inf), (torch.float32, 3600.0)):
@@ -189,8 +189,8 @@ def test_parameters_that_others_write_on_one_rank_of_two():
             before, param.data = param.detach().clone(), param.detach().clone()
             optimizer.step()
             assert (param < before).all()
-        mesh = init_device_mesh("cpu", (2, 1))
-        part = DTensor.from_local(randn(16, 64), mesh, (Partial(), Replicate()))
+        mesh = init_device_mesh(device, (2, 1))
+        part = DTensor.from_local(randn(16, 64, device=device), mesh, (Partial(), Replicate()))
         part.grad = part.detach()
         with pytest.raises(NotImplementedError, match="must be replicated or sharded for FP4Adam"):
             FP4Adam([part]).step()
