@@ -128,6 +128,10 @@ def figures_of_losses() -> Figures:
     gap, with_fp16 = most("8bit states"), most("FP16 masters and FP8 moments")
     words += f", {gap:.4f} in fine-tuning at 1e-5, where it is {with_fp16:.4f} with FP16 masters"
     yield "README.md", words
+    gefen = min(tuned[f"Gefen-X, seed {i}"] - tuned[f"BF16 + AdamW, seed {i}"] for i in (0, 1))
+    yield "README.md", f"Gefen-X ends {gefen:.2f} above BF16"
+    products = end.pop("NVFP4, NVFP4 matmuls")
+    yield "docs/matmuls.md", f"{products - first:.4f} nats above BF16"
     quantized = {name: loss for name, loss in end.items() if "BF16" not in name}
     base = {name: second if name.endswith("seed 1") else first for name in quantized}
     largest = max(abs(loss - base[name]) for name, loss in quantized.items())
