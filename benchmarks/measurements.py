@@ -160,8 +160,8 @@ SECTIONS = (
         "Full fine-tuning",
         "transformers' Llama in the shape of Llama-3.1-8B, one sequence of 4,096 tokens, "
         "activations kept or recomputed; embeddings and head in BF16. Quantized weights have the "
-        "directions that their matmuls read: both with FP8 matmuls, else one. The third table is of "
-        "TRL's SFTTrainer, which accumulates the gradients of two sequences and clips them.",
+        "directions that their matmuls read: both with FP8 matmuls, else one. The third table is "
+        "of TRL's SFTTrainer, which accumulates the gradients of two sequences and clips them.",
         ("full_finetune", "full_finetune_compiled", "full_finetune_trainer"),
         FINETUNING,
     ),

@@ -85,14 +85,12 @@ def quantize_master_weights(
         )
     for i, weight in enumerate(model_weights):
         plan.borrowed.get(i, weight).clear_high_precision_init_val()
-    plan.scales_of_others.read()
-    plan.cast.measure(values, outs)
-    # As integers, which order as these floats do, NaN is the largest on every rank.
-    dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
-    plan.cast.write(values, outs)
-    plan.scales_of_others()
-    torch.autograd.graph.increment_version(model_weights)
-    _plans[model_weights[0]] = plan
+    with plan.scales_of_others:
+        plan.cast.measure(values, outs)
+        # As integers, which order as these floats do, NaN is the largest on every rank.
+        dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
+        plan.cast.write(values, outs)
+    keep(plan, model_weights)
     for i in compress(range(len(derived)), derived):
         if i in plan.borrowed:
             plan.borrowed[i].adapter.drop_columnwise(model_weights[i])
@@ -100,10 +98,10 @@ def quantize_master_weights(
             model_weights[i].update_usage(columnwise_usage=False)
 
 
-class _Plan(NamedTuple):
-    """A cast of masters into weights. Its amaxes and launches are kept while ``known`` holds.
+class CastPlan(NamedTuple):
+    """A cast of slices into weights. Its amaxes and launches are kept while ``known`` holds.
 
-    It does not keep the weights themselves alive, nor the masters.
+    It does not keep the weights themselves alive, nor the values.
     """
 
     known: list
@@ -115,12 +113,34 @@ class _Plan(NamedTuple):
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by their first weights
 
 
+def keep(plan: CastPlan, weights: Sequence[Tensor]) -> None:
+    """Raise the versions of weights that a plan has written, and keep it for the next call."""
+    torch.autograd.graph.increment_version(weights)
+    _plans[weights[0]] = plan
+
+
+def cast_plan(
+    weights: Sequence[Tensor], starts: list[int], sizes: list[int], dtypes: list[torch.dtype]
+) -> CastPlan:
+    """The plan of slices [start, start + size) of flattened weights, whose values are rounded to
+    ``dtypes``: the one of the last call for the first weight, if all is where it was.
+    """
+    tensors, borrowed = quantized(weights)
+    known = [borrowed, [tensor._shared.tensors for tensor in tensors], starts, sizes, dtypes]
+    plan = _plans.get(weights[0]) if weights else None
+    if plan is None or plan.known != known:
+        aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
+        cast = PartialCast(aliases, starts, sizes, dtypes)
+        plan = CastPlan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]))
+    return plan
+
+
 def _plan_for(
     model_weights: Sequence[Tensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     outs: Sequence[Out] | None,
-) -> tuple[_Plan, list[Tensor], Sequence[Out] | None]:
+) -> tuple[CastPlan, list[Tensor], Sequence[Out] | None]:
     """The cast for the arguments of :func:`quantize_master_weights`, its values and memory."""
     lists = dict(master_weights=master_weights, start_offsets=start_offsets)
     if outs is not None:
@@ -131,7 +151,7 @@ def _plan_for(
                 f"{name} must have one entry per weight, {len(model_weights)}, got {len(given)}; "
                 "pass None for a weight that this rank has no part of"
             )
-    tensors, borrowed = _quantized(model_weights)
+    tensors, _ = quantized(model_weights)
     for i, weight in enumerate(tensors):
         _check_weight(i, weight)
         if weight.device != tensors[0].device:
@@ -146,13 +166,7 @@ def _plan_for(
     starts = [0 if one is empty else start_offsets[i] for i, one in enumerate(values)]
     sizes = [value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
-    storages = [tensor._shared.tensors for tensor in tensors]
-    known = [borrowed, storages, starts, sizes, dtypes]
-    plan = _plans.get(model_weights[0]) if tensors else None
-    if plan is None or plan.known != known:
-        aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
-        cast = PartialCast(aliases, starts, sizes, dtypes)
-        plan = _Plan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]))
+    plan = cast_plan(model_weights, starts, sizes, dtypes)
     for i, (one, out) in enumerate(zip(plan.cast.spans, outs or (), strict=False)):
         _check_out(i, one, out)
     return plan, values, outs
@@ -226,7 +240,7 @@ def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
 
 
-def _quantized(
+def quantized(
     weights: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
@@ -263,7 +277,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     """
     given = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     weights = [w for w in given if isinstance(w, QuantizedTensor) or is_foreign(w)]
-    tensors, borrowed = _quantized(weights)
+    tensors, borrowed = quantized(weights)
     for i, tensor in enumerate(tensors):
         if tensor.quantizer.columnwise:
             _check_weight(i, tensor)
@@ -288,7 +302,7 @@ def replace_raw_data(tensor: Tensor, new_raw_data: Tensor) -> None:
         NotImplementedError: If the tensor has no rowwise codes, or columnwise ones, as MXFP8 in
             both directions, that do not follow from those that such a buffer gathers.
     """
-    (own,), _ = _quantized([tensor])
+    (own,), _ = quantized([tensor])
     if not isinstance(own, QuantizedTensor):
         raise ValueError(
             f"tensor must be a quantized tensor, got a {type(tensor).__name__}; set the data of a "

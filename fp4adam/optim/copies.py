@@ -1,17 +1,20 @@
 """Quantized copies of weights that are trained in high precision, written again after a step."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor
+from fp4adam.distributed.zero import cast_plan, keep, quantized
 from fp4adam.interop.adapter import is_foreign
-from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
+from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.tensors import backend
 from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+from fp4adam.tensors.transpose import build_columnwise
 
 Weight = Tensor | Sequence[Tensor]
 
@@ -22,15 +25,17 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
     """Quantize weights to copies of them, in place.
 
     The bytes are those of ``quantizer.quantize(weight)``, for Transformer Engine's tensors those of
-    its own quantizers, swizzled scales included. Addresses stay, and nothing waits for the device
-    but adaptive scales. Call it after steps of any optimizer, and after other writes to weights::
+    its own quantizers, swizzled scales included. Addresses stay, and nothing waits for the device.
+    The number of launches does not depend on that of weights, but for fused ones and for columnwise
+    codes with scales of their own; a call with the same tensors takes the tables of the last one.
+    Call it after steps of any optimizer, and after other writes to weights::
 
         copies, weights = fp4adam.workspaces_of(model)  # of Transformer Engine's modules
         fp4adam.cast(copies, weights)
 
     Args:
         copies: :class:`QuantizedTensor` s, or other packages' quantized tensors with a
-            :class:`TensorAdapter`.
+            :class:`TensorAdapter`. They keep no values from before quantization.
         weights: Per copy its weight, BF16, FP16 or FP32, of the same shape and device; or the parts
             of a fused one along the first dimension.
 
@@ -54,13 +59,31 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         parts = [(each,) if isinstance(each, Tensor) else tuple(each) for each in weights]
         for copy, of_one in zip(copies, parts, strict=True):
             _check(copy, of_one)
-        targets = [borrow(copy) if is_foreign(copy) else copy for copy in copies]
-        borrowed = [each for each in targets if isinstance(each, BorrowedTensor)]
-        tensors = [each.tensor if isinstance(each, BorrowedTensor) else each for each in targets]
-        with ScaleWriteback(borrowed):
-            for tensor, of_one in zip(tensors, parts, strict=True):
-                tensor.quantize_(of_one[0] if len(of_one) == 1 else torch.cat(of_one))
-        torch.autograd.graph.increment_version([*tensors, *(each.source for each in borrowed)])
+        tensors, borrowed = quantized(copies)
+        alone: list[int] = []
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for i, (tensor, of_one) in enumerate(zip(tensors, parts, strict=True)):
+            # Columnwise codes of their own need whole columns, and joined parts memory.
+            is_alone = len(of_one) > 1 or not tensor.quantizer.layout.rows_per_entry
+            (alone if is_alone else by_device[tensor.device]).append(i)
+        for which in by_device.values():
+            _cast_together([copies[i] for i in which], [parts[i][0].contiguous() for i in which])
+        with ScaleWriteback([borrowed[i] for i in alone if i in borrowed]):
+            for i in alone:
+                tensors[i].quantize_(parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i]))
+        torch.autograd.graph.increment_version([copies[i] for i in alone])
+        for i, copy in enumerate(copies):
+            borrowed.get(i, copy).clear_high_precision_init_val()
+
+
+def _cast_together(copies: list[Tensor], values: list[Tensor]) -> None:
+    sizes, dtypes = [x.numel() for x in values], [x.dtype for x in values]
+    plan = cast_plan(copies, [0] * len(copies), sizes, dtypes)
+    with plan.scales_of_others:
+        plan.cast.measure(values)
+        plan.cast.write(values)
+        build_columnwise([s.weight for s in plan.cast.spans if s.layout.is_square])
+    keep(plan, copies)
 
 
 def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:

@@ -16,6 +16,7 @@ from fp4adam import (
     Quantizer,
 )
 from fp4adam.distributed.cast import PartialCast
+from fp4adam.optim import copies
 from fp4adam.tensors import backend
 from fp4adam.tensors.transpose import build_columnwise, transpose_codes
 from golden_vectors import golden_cases, read_arrays, read_index, sha16
@@ -214,9 +215,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     from fp4adam.kernels import cast as casts
 
     launched, prepared, prepare = [], [], cast_launch.CastLaunches
-    monkeypatch.setattr(
-        cast_launch, "CastLaunches", lambda *args: prepared.append(1) or prepare(*args)
-    )
+    monkeypatch.setattr(cast_launch, "CastLaunches", lambda *a: prepared.append(1) or prepare(*a))
     kind, get = type(casts._span_kernel), type(casts._span_kernel).__getitem__
     monkeypatch.setattr(
         kind, "__getitem__", lambda k, *grid: launched.append(k.__name__) or get(k, *grid)
@@ -241,6 +240,9 @@ def test_launches_do_not_grow_with_the_number_of_weights(n, monkeypatch):
     span = ["_span_kernel"] * 2
     assert launched[1:] == [*span, "_scales_kernel", *span, "_transpose_kernel"]
     assert len(prepared) == 2  # one per cast
+    for _ in range(2):
+        copies.cast(weights, [value.view(32, 144) for value in values])
+    assert launched[7:13] == launched[1:7] and len(prepared) == 3  # one for both calls
 
 
 @pytest.mark.parametrize("size", read_index()["transposed_sha16"])
