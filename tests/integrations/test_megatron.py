@@ -25,12 +25,12 @@ import megatron_on_cpu  # noqa: E402
 # Histories of delayed scaling are no part of such a checkpoint.
 RECIPES = ("nvfp4", "tensorwise", "blockwise", "mxfp8", None)
 # What the optimizer itself keeps for BF16 weights, with ``use_precision_aware_optimizer``.
-# Checkpoints with remainders are for the same number of ranks.
+# Those with remainders, and what is dithered by a parameter's place, are for one number of ranks.
 NARROW: tuple[tuple[type, tuple[int, ...], dict[str, Any]], ...] = (
     (FP4Adam, (1,), {"store_param_remainders": False}),
     (FusedAdam, (2,), {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
     (FP4Adam, (2,), {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}),
-    (FusedAdam, (1,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
+    (FusedAdam, (2,), {"main_params_dtype": torch.float16, "store_param_remainders": False}),
 )
 
 
