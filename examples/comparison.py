@@ -25,6 +25,16 @@ except ImportError:
 
 Result = dict[str, Any]
 WEIGHTS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "float8block": "Float8Block"}
+# What is beside the weights in a label; other names are dtypes of moments.
+STATES = {
+    "fp32": "",
+    "16bit": ", 16-bit states",
+    "8bit": ", 8-bit states",
+    "factored": ", factored second moments",
+    "fp16-masters": ", FP16 masters and FP8 moments",
+    "no-masters": ", 8-bit moments, no masters",
+    "factored-no-masters": ", factored second moments, no masters",
+}
 # Of curves; bars have others.
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 
@@ -188,9 +198,7 @@ def write_plot(path: Path, results: list[Result], title: str) -> None:
 def _label(result: Result) -> str:
     names = {"adamw": "AdamW", "fp4adam": "FP4Adam"}
     kind, states = result["format"], result.get("states", "fp32")
-    kept = f", {states.upper()} moments"
-    if states in ("fp32", "16bit", "8bit"):
-        kept = {"fp32": "", "16bit": ", 16-bit states", "8bit": ", 8-bit states"}[states]
+    kept = STATES.get(states, f", {states.upper()} moments")
     return f"{names[result['optimizer']]}, {WEIGHTS.get(kind, kind.upper())} weights{kept}"
 
 

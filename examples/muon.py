@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizers: list[Optimizer], steps: range) -> list[f
             optimizer.step()
             optimizer.zero_grad()
         losses.append(distributed.mean(loss.detach()).item())
-        if index % 20 == 19:
+        if index % 20 == 19 or index == steps[-1]:
             print(f"step {index + 1}: loss {losses[-1]:.4f}", flush=True)
     return losses
 

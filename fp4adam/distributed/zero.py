@@ -14,6 +14,7 @@ from fp4adam.interop.adapter import adapter_of, is_foreign
 from fp4adam.interop.borrowed_tensor import BorrowedTensor, ScaleWriteback, borrow
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+from fp4adam.tensors.rows import is_all
 from fp4adam.tensors.transpose import build_columnwise
 
 
@@ -101,7 +102,7 @@ def quantize_master_weights(
 class CastPlan(NamedTuple):
     """A cast of slices into weights. Its amaxes and launches are kept while ``known`` holds.
 
-    It does not keep the weights themselves alive, nor the values.
+    It keeps the codes of all weights while the first of them is alive, but no values.
     """
 
     known: list
@@ -178,6 +179,11 @@ def _check_weight(i: int, weight: Tensor) -> None:
         raise ValueError(
             f"model_weights[{i}] must be an NVFP4, MXFP8, Float8 or Float8Block tensor, got a "
             f"{kind}; quantize_model makes such parameters"
+        )
+    if not is_all(weight):
+        raise ValueError(
+            f"model_weights[{i}] must be a whole tensor, got a slice of shape {tuple(weight.shape)}"
+            f" of a {kind}; pass the weight, and the slice's place in start_offsets"
         )
     if not weight.quantizer.layout.rows_per_entry:
         raise ValueError(

@@ -11,9 +11,9 @@ from fp4adam.distributed.zero import cast_plan, keep, quantized
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.tensors import backend
-from fp4adam.tensors.blocks import flat_shape
 from fp4adam.tensors.quantized_tensor import QuantizedTensor
 from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
+from fp4adam.tensors.rows import is_all
 from fp4adam.tensors.transpose import build_columnwise
 
 Weight = Tensor | Sequence[Tensor]
@@ -59,6 +59,8 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         parts = [(each,) if isinstance(each, Tensor) else tuple(each) for each in weights]
         for copy, of_one in zip(copies, parts, strict=True):
             _check(copy, of_one)
+        if len({id(getattr(copy, "_shared", copy)) for copy in copies}) < len(copies):
+            raise ValueError("copies must be different tensors, got one twice; name it once")
         tensors, borrowed = quantized(copies)
         alone: list[int] = []
         by_device: dict[torch.device, list[int]] = defaultdict(list)
@@ -96,17 +98,19 @@ def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:
                 "quantized weights themselves, also under fully_shard"
             )
     is_own = isinstance(copy, QuantizedTensor)
-    is_shard = is_dtensor(copy) or is_own and copy.global_spec is not None
-    if is_shard or not (is_own or is_foreign(copy)):
+    is_part = is_dtensor(copy) or is_own and (copy.global_spec is not None or not is_all(copy))
+    if is_part or not (is_own or is_foreign(copy)):
         raise ValueError(
             f"copies must be whole quantized tensors, got a {type(copy).__name__}"
-            f"{' that is a shard' if is_shard else ''}; make one with quantizer.quantize(weight)"
+            f"{' that is a shard or a slice' if is_part else ''}; make one with "
+            "quantizer.quantize(weight)"
         )
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    is_there = all(part.device == copy.device for part in parts)
-    if not is_there or flat_shape(shape) != flat_shape(tuple(copy.shape)):
+    n_rows = sum(part.shape[0] for part in parts if part.dim())
+    shapes = {(n_rows, *part.shape[1:]) for part in parts}
+    if shapes != {tuple(copy.shape)} or any(part.device != copy.device for part in parts):
+        found = ", ".join(f"{tuple(part.shape)} on {part.device}" for part in parts)
         raise ValueError(
-            f"copies must have the shape and device of their weight, {shape} on "
-            f"{parts[0].device}, got {tuple(copy.shape)} on {copy.device}; quantize the weight "
-            "again after moving or replacing it"
+            f"copies must have the shape and device of their weight, {found or 'without parts'}, "
+            f"got {tuple(copy.shape)} on {copy.device}; quantize the weight again after moving or "
+            "replacing it"
         )

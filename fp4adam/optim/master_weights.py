@@ -127,7 +127,7 @@ def _has_bytes(p: Target, state: State) -> bool:
     """
     master, start = p.master.read(state), p.start_value
     if p.master.codec is INT8:
-        return start is None and p.master.can_hold(master)
+        return p.master.can_hold(master)
     if (init_val := p.param._shared.init_val) is not None and init_val.is_meta:
         return False  # no step has changed it since it was loaded
     return start is None or torch.equal(start.to(master).view(master.shape), master)

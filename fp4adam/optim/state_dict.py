@@ -84,9 +84,10 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
         for owner in params:
             state, member = own.get(owner), engine.targets[owner]
             # Of a run that has begun, also where those start that no step has used yet.
-            is_new = state is None and bool(own) and member.start_value is not None
+            is_new = bool(own) and member.start_value is not None
+            is_new = is_new and not {*(state or ())} & {*ENTRIES}
             if is_new:
-                state = own[owner] = member.completed({}, group["amsgrad"])
+                state = own[owner] = member.completed(state or {}, group["amsgrad"])
             if state is not None:
                 is_stale = is_new or member in stale
                 states[keys[owner]] = saved_state(member, state, is_stale, compact, as_te)

@@ -230,9 +230,7 @@ BAD = {
         ("up.weight_global_scale", lambda x: x * 0, "weight_global_scale must hold scales"),
         ("up.weight_global_scale", lambda x: -x, "weight_global_scale must hold scales"),
     ],
-    "mxfp8": [
-        ("up.weight_scale", one_is(255), "weight_scale must hold scales"),
-    ],
+    "mxfp8": [("up.weight_scale", one_is(255), "weight_scale must hold scales")],
     "float8block": [
         ("up.weight_scale_inv", lambda x: -x, "weight_scale_inv must hold scales .* got -"),
         ("up.weight_scale_inv", one_is(torch.nan), "not negative, got nan"),

@@ -219,8 +219,7 @@ NO_GRADIENTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world_size, examples",
-    [(2, 1), (3, 2), *(pytest.param(n, 8, marks=NIGHTLY) for n in (2, 3))],
+    "world_size, examples", [(2, 1), (3, 2), *(pytest.param(n, 8, marks=NIGHTLY) for n in (2, 3))]
 )
 def test_random_programs(world_size: int, examples: int) -> None:
     """Each example starts ranks once and runs some programs there."""

@@ -126,6 +126,10 @@ MISUSE = [
     (dict(master_weights=empty(NVFP4Quantizer())), "must be a contiguous float32"),
     (dict(master_weights=[torch.ones(16, device="meta")]), "on cpu"),
     (dict(model_weights=[torch.ones(16, 16)]), r"model_weights\[1\] must be an NVFP4, MXFP8"),
+    (
+        dict(model_weights=[MXFP8Quantizer().make_empty((64, 32))[32:]]),
+        r"got a slice of shape \(32",
+    ),
     (dict(model_weights=empty(NVFP4Quantizer(two_dimensional=False))), "two_dimensional=True"),
     (dict(model_weights=empty(NVFP4Quantizer(rowwise=False))), "data to be cast .* rowwise=True"),
     (

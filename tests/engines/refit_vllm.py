@@ -23,10 +23,7 @@ import torch
 from torch import Tensor
 from vllm import LLM, __version__
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer import (
-    WeightTransferTrainerFactory,
-    nccl_engine,
-)
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, nccl_engine
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,

@@ -124,11 +124,7 @@ def convert(folder: Path, out: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-CONVERTED = [
-    ("nvfp4", "compressed-tensors"),
-    ("nvfp4", "modelopt"),
-    ("float8block", "fp8"),
-]
+CONVERTED = [("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt"), ("float8block", "fp8")]
 
 
 @pytest.mark.parametrize(("weight_format", "layout"), CONVERTED)

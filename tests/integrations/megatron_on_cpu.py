@@ -87,10 +87,7 @@ class Trainer:
     """
 
     def __init__(self, recipe: str | None, **options: Any) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import MegatronModule

@@ -78,11 +78,7 @@ TOKENS = torch.arange(64).view(2, -1)
 
 
 def make(
-    name: str,
-    recipe: Any = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **options: Any,
+    name: str, recipe: Any = None, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
 ) -> Any:
     """A model with random weights, quantized with a recipe; options change its configuration."""
     torch.manual_seed(seed)

@@ -133,8 +133,7 @@ def pretrained(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "nbytes"),
-    [("nvfp4 --masters fp16", 4.09), ("mxfp8", 3.06), ("float8block", 3.06)],
+    ("chosen", "nbytes"), [("nvfp4 --masters fp16", 4.09), ("mxfp8", 3.06), ("float8block", 3.06)]
 )
 def test_full_fine_tuning_resumes_with_the_same_bits(chosen, nbytes, tmp_path, capsys):
     start = [pretrained(tmp_path), "--text", str(tmp_path / "text"), "--format", *chosen.split()]

@@ -15,8 +15,7 @@ from helpers import assert_bytes_are_of_masters, assert_identical, snapshot
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*dataloader' does not have many workers",
-    "ignore:.*isinstance.treespec, LeafSpec",
+    "ignore:The '.*dataloader' does not have many workers", "ignore:.*isinstance.treespec, LeafSpec"
 )
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 

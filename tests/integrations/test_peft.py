@@ -11,19 +11,11 @@ from small_models import TOKENS, logits, make, train
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fp4adam import (
-    dequantize_model,
-    export_checkpoint,
-    import_checkpoint,
-    quantize_model,
-    summary,
-)
+from fp4adam import dequantize_model, export_checkpoint, import_checkpoint, quantize_model, summary
 from helpers import assert_identical, quantized, stored
 from ranks import all_ranks, run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:weights that are served as one matrix:UserWarning",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:weights that are served as one matrix:UserWarning")
 LAYOUT_OF = {"nvfp4": "compressed-tensors", "mxfp8": "modelopt", "float8block": "fp8"}
 
 

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
-from torchao.prototype.mx_formats.nvfp4_tensor import (
-    NVFP4Tensor,
-    per_tensor_amax_to_scale,
-)
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization import quantize_
 
 from fp4adam import FP4Adam, MXFP8Quantizer, NVFP4Quantizer

@@ -14,13 +14,7 @@ from torchtitan.models.llama3 import llama3_configs
 from with_torchtitan import Training, optimizer_config
 
 from fp4adam import FP4Adam, quantize_model
-from helpers import (
-    assert_bytes_are_of_masters,
-    assert_identical,
-    quantized,
-    set_grads,
-    snapshot,
-)
+from helpers import assert_bytes_are_of_masters, assert_identical, quantized, set_grads, snapshot
 
 STEPS = 12
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp4adam import FP4Adam, FusedAdam, Quantizer, quantize_model
+from fp4adam import FP4Adam, FusedAdam, Quantizer, quantize_model, use_plain_state_dict
 from fp4adam.distributed.dtensor import like, local
 from fp4adam.distributed.tensor_parallel import gather_whole
 from fp4adam.tensors import backend, rows
@@ -67,11 +67,29 @@ def test_quantized_training_continues_from_adamw(quantizer: Quantizer, torch_cla
     for i, param in enumerate(params):
         assert_identical(ours.state[param]["exp_avg"], saved["state"][i]["exp_avg"].float())
         assert "master_param" not in ours.state[param]
+    assert_identical(ours.state_dict()["state"][0]["master_param"], values[0].float())
     take_steps(ours, [2])
     for param, value in zip(params, values, strict=True):
         assert ours.state[param]["step"] == 3
         assert_identical(ours.state[param]["master_param"], value.float())
     assert params[0]._high_precision_init_val is None
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "float8block"])
+def test_int8_masters_go_on_from_plain_values_of_fp32_weights(recipe: str) -> None:
+    """They round a master, so the weight is not quantized from it again, but stays as it came."""
+    models = [nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(2)]
+    ours, fresh = (
+        FP4Adam(use_plain_state_dict(quantize_model(model, recipe)).parameters(), states="8bit")
+        for model in models
+    )
+    for i in range(4):
+        take_steps(ours, [i])
+    models[1].load_state_dict(through_a_file(models[0].state_dict()))
+    fresh.load_state_dict(through_a_file(ours.state_dict()))
+    for theirs, own in zip(*map(all_params, (ours, fresh)), strict=True):
+        # The amax of NVFP4 may be another one by an ulp.
+        torch.testing.assert_close(own.dequantize(), theirs.dequantize(), rtol=2**-22, atol=0)
 
 
 L2 = dict(decoupled_weight_decay=False)

@@ -171,7 +171,10 @@ BAD = {
     "quantized weight": (lambda w: (quantized(), quantized()), "got a NVFP4Tensor"),
     "plain copy": (lambda w: (w.clone(), w), "must be whole quantized .* got a Tensor"),
     "shape": (lambda w: (quantized((16, 96)), w), r"\(32, 96\) on cpu, got \(16, 96\)"),
-    "device": (lambda w: (quantized(), [w[:16].to("meta"), w[16:]]), "on meta, got .* on cpu"),
+    "slice": (lambda w: (quantized((64, 96))[32:], w), "that is a shard or a slice"),
+    "parts": (lambda w: (quantized(), [w[:16], w[16:, :48]]), r"on cpu, \(16, 48\) on cpu, got"),
+    "no parts": (lambda w: (quantized(), []), "weight, without parts, got"),
+    "device": (lambda w: (quantized(), [w[:16].to("meta"), w[16:]]), "on meta, .*, got .* on cpu"),
     "format": (
         lambda w: (stand_in(MXFP8Quantizer().quantize(w), _fp8_dtype="E5M2"), w),
         "_fp8_dtype of a MXFP8Tensor must be kFloat8E4M3",
@@ -185,6 +188,8 @@ def test_nothing_is_written_if_one_copy_is_bad(given, words):
     bad, *weights = given(weight)
     with pytest.raises(ValueError, match=words):
         cast([good, bad], [weight, *weights])
+    with pytest.raises(ValueError, match="must be different tensors, got one twice"):
+        cast([good, good._alias()], [weight, weight])
     assert not good._rowwise_data.any()
 
 

@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4adam import (
-    Float8BlockQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    Quantizer,
-    quantize_model,
-)
+from fp4adam import Float8BlockQuantizer, Float8Quantizer, MXFP8Quantizer, Quantizer, quantize_model
 from fp4adam.formats.nvfp4 import NVFP4Tensor
 from fp4adam.tensors import encoding
 from fp4adam.tensors.quantizer import Operands
