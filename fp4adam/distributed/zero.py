@@ -181,10 +181,8 @@ def _check_weight(i: int, weight: Tensor) -> None:
             f"{kind}; quantize_model makes such parameters"
         )
     if not is_all(weight):
-        raise ValueError(
-            f"model_weights[{i}] must be a whole tensor, got a slice of shape {tuple(weight.shape)}"
-            f" of a {kind}; pass the weight, and the slice's place in start_offsets"
-        )
+        got = f"got a slice of shape {tuple(weight.shape)}"
+        raise ValueError(f"model_weights[{i}] must be whole, {got}; pass the weight itself")
     if not weight.quantizer.layout.rows_per_entry:
         raise ValueError(
             f"model_weights[{i}] must have square blocks and rowwise data to be cast in shards, "

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4adam.distributed.dtensor import dtensor_class, is_dtensor, like, local, part_for
+from fp4adam.distributed.dtensor import (
+    dtensor_class,
+    is_dtensor,
+    like,
+    local,
+    part_for,
+    sharded_dims,
+)
 from fp4adam.optim import checks, te_layout
 from fp4adam.optim.engine import Engine
 from fp4adam.optim.factor_renewal import encoded
@@ -84,8 +91,9 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
         for owner in params:
             state, member = own.get(owner), engine.targets[owner]
             # Of a run that has begun, also where those start that no step has used yet.
-            is_new = bool(own) and member.start_value is not None
-            is_new = is_new and not {*(state or ())} & {*ENTRIES}
+            is_new = bool(own) and member.start_value is not None and _is_on_all_ranks(owner)
+            if state is not None:  # as of AdamW; every rank has one, with values or without
+                is_new = checks.is_quantized(owner) and not {*state} & {*ENTRIES}
             if is_new:
                 state = own[owner] = member.completed(state or {}, group["amsgrad"])
             if state is not None:
@@ -102,6 +110,16 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
         for group in groups:
             group["lr"] = float(group["lr"])
     return state_dict
+
+
+def _is_on_all_ranks(owner: Tensor) -> bool:
+    # A rank without rows does not know whether there is a value before quantization.
+    rows = owner.shape[0]
+    for dim in sharded_dims(owner):
+        if owner.placements[dim].is_shard(0):
+            n = owner.device_mesh.size(dim)
+            rows -= -(-rows // n) * (n - 1)
+    return rows > 0
 
 
 def _stale(engine: Engine, params: list[Tensor]) -> tuple[dict[Tensor, State], set[Target]]:

@@ -461,6 +461,19 @@ def test_amaxes_of_two_process_groups(monkeypatch, device) -> None:
         dist.destroy_process_group()
 
 
+def test_ranks_save_the_same_weights_where_one_has_no_rows() -> None:
+    for n in (4, 7):  # 16 rows: 4 each, or 3 each and none for the last one
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+        try:
+            model = quantize_model(nn.Sequential(nn.Linear(32, 16), nn.Linear(32, 16)), NVFP4)
+            params = [layer.weight for layer in fully_shard(model)]
+            params[0].grad, optimizer = torch.zeros_like(params[0]), FP4Adam(params)
+            optimizer.step()
+            assert [*optimizer.state_dict()["state"]] == ([0, 1] if n == 4 else [0])
+        finally:
+            dist.destroy_process_group()
+
+
 def test_narrow_states_resume_above_steps_that_fp32_counts() -> None:
     params = [Parameter(random((3, 32), 0))]
     optimizer = FusedAdam(params, states="8bit")
