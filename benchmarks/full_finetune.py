@@ -294,11 +294,6 @@ def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, ro
         args.sizes[-1], (args.batch, args.context), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
 
-    if args.trainer:
-        row |= measure_in_trainer(model, optimizer, tokens, args, before)
-        row["state_B"] = sum(stored_bytes(optimizer.state[p]) for p in params) / count
-        return
-
     def step() -> None:
         # HF shifts the labels; logits in FP32 would take more than the model's layers.
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -306,10 +301,13 @@ def measure(contestant: Contestant, args: argparse.Namespace, releases: bool, ro
         optimizer.zero_grad()
 
     try:
-        row |= measure_steps(clock, step, args.repeats, before)
+        if args.trainer:
+            row |= measure_in_trainer(model, optimizer, tokens, args, before)
+        else:
+            row |= measure_steps(clock, step, args.repeats, before)
+            row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
         state = optimizer.state
         row["state_B"] = sum(stored_bytes(state[p]) for p in params) / count
-        row["tokens_per_second"] = tokens.numel() / row["ms"] * 1e3
     finally:
         if release is not None:
             release.remove()

@@ -1,4 +1,4 @@
-"""The host's time of an optimizer step, and of ZeRO's casts, without a GPU.
+"""The host's time of an optimizer step, of ZeRO's casts and of copies, without a GPU.
 
     python benchmarks/host.py [--weights 2000] [--calls 50]
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer
+from fp4adam import Float8BlockQuantizer, FP4Adam, MXFP8Quantizer, NVFP4Quantizer, cast
 from fp4adam.fp8_utils import post_all_gather_processing, quantize_master_weights
 from fp4adam.kernels.launch.launch import Launch
 from fp4adam.tensors import backend
@@ -85,6 +85,7 @@ def measure_casts(n: int, calls: int) -> None:
     quantizer = NVFP4Quantizer()
     weights = [quantizer.make_empty((32, 32), torch.bfloat16) for _ in range(n)]
     masters = [torch.zeros(512) for _ in range(n)]
+    values = [torch.zeros(32, 32, dtype=torch.bfloat16) for _ in range(n)]
     starts = [512] * n
 
     def quantize() -> None:
@@ -95,6 +96,7 @@ def measure_casts(n: int, calls: int) -> None:
     for name, function in (
         ("quantize_master_weights", quantize),
         ("post_all_gather_processing", lambda: post_all_gather_processing(weights)),
+        ("cast", lambda: cast(weights, values)),
     ):
         first = milliseconds(function)
         times = [milliseconds(function) for _ in range(calls)]

@@ -17,6 +17,8 @@ from fp4adam.tensors.quantizer import HIGH_PRECISION_DTYPES
 from fp4adam.tensors.rows import is_all
 from fp4adam.tensors.transpose import build_columnwise
 
+Found = tuple[list[Tensor], dict[int, BorrowedTensor]]
+
 
 def quantize_master_weights(
     model_weights: Sequence[Tensor],
@@ -91,7 +93,7 @@ def quantize_master_weights(
         # As integers, which order as these floats do, NaN is the largest on every rank.
         dist.all_reduce(plan.cast.amaxes.view(torch.int32), dist.ReduceOp.MAX, group)
         plan.cast.write(values, outs)
-    keep(plan, model_weights)
+    torch.autograd.graph.increment_version(model_weights)
     for i in compress(range(len(derived)), derived):
         if i in plan.borrowed:
             plan.borrowed[i].adapter.drop_columnwise(model_weights[i])
@@ -114,25 +116,26 @@ class CastPlan(NamedTuple):
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by their first weights
 
 
-def keep(plan: CastPlan, weights: Sequence[Tensor]) -> None:
-    """Raise the versions of weights that a plan has written, and keep it for the next call."""
-    torch.autograd.graph.increment_version(weights)
-    _plans[weights[0]] = plan
-
-
 def cast_plan(
-    weights: Sequence[Tensor], starts: list[int], sizes: list[int], dtypes: list[torch.dtype]
+    weights: Sequence[Tensor],
+    found: Found,
+    starts: list[int],
+    values: Sequence[Tensor],
+    dtypes: list[torch.dtype],
 ) -> CastPlan:
-    """The plan of slices [start, start + size) of flattened weights, whose values are rounded to
-    ``dtypes``: the one of the last call for the first weight, if all is where it was.
+    """The plan to cast slices of flattened weights, from values that are rounded to ``dtypes``: the
+    one of the last call for the first weight, if all is where it was. ``found``: their tensors.
     """
-    tensors, borrowed = quantized(weights)
+    tensors, borrowed = found
+    sizes = [value.numel() for value in values]
     known = [borrowed, [tensor._shared.tensors for tensor in tensors], starts, sizes, dtypes]
     plan = _plans.get(weights[0]) if weights else None
     if plan is None or plan.known != known:
         aliases = [one if i in borrowed else one._alias() for i, one in enumerate(tensors)]
         cast = PartialCast(aliases, starts, sizes, dtypes)
         plan = CastPlan(known, borrowed, cast, ScaleWriteback([*borrowed.values()]))
+        if weights:
+            _plans[weights[0]] = plan
     return plan
 
 
@@ -152,7 +155,7 @@ def _plan_for(
                 f"{name} must have one entry per weight, {len(model_weights)}, got {len(given)}; "
                 "pass None for a weight that this rank has no part of"
             )
-    tensors, _ = quantized(model_weights)
+    tensors, borrowed = quantized(model_weights)
     for i, weight in enumerate(tensors):
         _check_weight(i, weight)
         if weight.device != tensors[0].device:
@@ -165,9 +168,8 @@ def _plan_for(
     empty = torch.empty(0, device=tensors[0].device if tensors else None)
     values = [empty if master is None else master for master in master_weights]
     starts = [0 if one is empty else start_offsets[i] for i, one in enumerate(values)]
-    sizes = [value.numel() for value in values]
     dtypes = [weight.dtype for weight in model_weights]
-    plan = cast_plan(model_weights, starts, sizes, dtypes)
+    plan = cast_plan(model_weights, (tensors, borrowed), starts, values, dtypes)
     for i, (one, out) in enumerate(zip(plan.cast.spans, outs or (), strict=False)):
         _check_out(i, one, out)
     return plan, values, outs
@@ -244,9 +246,7 @@ def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
 
 
-def quantized(
-    weights: Sequence[Tensor],
-) -> tuple[list[Tensor], dict[int, BorrowedTensor]]:
+def quantized(weights: Sequence[Tensor]) -> Found:
     """The weights as this package's tensors, and by index those borrowed from other packages."""
     foreign = (i for i, w in enumerate(weights) if isinstance(w, Tensor) and is_foreign(w))
     borrowed = {i: borrow(weights[i]) for i in foreign}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4adam.distributed.dtensor import is_dtensor
-from fp4adam.distributed.zero import cast_plan, keep, quantized
+from fp4adam.distributed.zero import cast_plan, quantized
 from fp4adam.interop.adapter import is_foreign
 from fp4adam.interop.borrowed_tensor import ScaleWriteback
 from fp4adam.tensors import backend
@@ -69,23 +69,20 @@ def cast(copies: Sequence[Tensor], weights: Sequence[Weight]) -> None:
             is_alone = len(of_one) > 1 or not tensor.quantizer.layout.rows_per_entry
             (alone if is_alone else by_device[tensor.device]).append(i)
         for which in by_device.values():
-            _cast_together([copies[i] for i in which], [parts[i][0].contiguous() for i in which])
+            values = [parts[i][0].contiguous() for i in which]
+            own = {k: borrowed[i] for k, i in enumerate(which) if i in borrowed}
+            found, dtypes = ([tensors[i] for i in which], own), [value.dtype for value in values]
+            plan = cast_plan([copies[i] for i in which], found, [0] * len(which), values, dtypes)
+            with plan.scales_of_others:
+                plan.cast.measure(values)
+                plan.cast.write(values)
+                build_columnwise([s.weight for s in plan.cast.spans if s.layout.is_square])
         with ScaleWriteback([borrowed[i] for i in alone if i in borrowed]):
             for i in alone:
                 tensors[i].quantize_(parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i]))
-        torch.autograd.graph.increment_version([copies[i] for i in alone])
+        torch.autograd.graph.increment_version(copies)
         for i, copy in enumerate(copies):
             borrowed.get(i, copy).clear_high_precision_init_val()
-
-
-def _cast_together(copies: list[Tensor], values: list[Tensor]) -> None:
-    sizes, dtypes = [x.numel() for x in values], [x.dtype for x in values]
-    plan = cast_plan(copies, [0] * len(copies), sizes, dtypes)
-    with plan.scales_of_others:
-        plan.cast.measure(values)
-        plan.cast.write(values)
-        build_columnwise([s.weight for s in plan.cast.spans if s.layout.is_square])
-    keep(plan, copies)
 
 
 def _check(copy: Tensor, parts: tuple[Tensor, ...]) -> None:

@@ -121,7 +121,7 @@ def _gives_bytes(p: Target, state: State) -> bool:
 
 
 def _has_bytes(p: Target, state: State) -> bool:
-    """True if a weight was not loaded as other plain values, and its remainders reach the master.
+    """True if a weight was not loaded as other plain values, or its remainders reach the master.
 
     These complete the codes that are there, and would not give the same scales again.
     """

@@ -93,7 +93,8 @@ def saved(engine: Engine, compact: bool, as_te: bool) -> dict[str, Any]:
             # Of a run that has begun, also where those start that no step has used yet.
             is_new = bool(own) and member.start_value is not None and _is_on_all_ranks(owner)
             if state is not None:  # as of AdamW; every rank has one, with values or without
-                is_new = checks.is_quantized(owner) and not {*state} & {*ENTRIES}
+                has_master = member.master.name is not None and checks.is_quantized(owner)
+                is_new = has_master and not {*state} & {*ENTRIES}
             if is_new:
                 state = own[owner] = member.completed(state or {}, group["amsgrad"])
             if state is not None:
